@@ -1,0 +1,1 @@
+"""Types that plugins implement and messages that stages exchange; no torch, no behaviour."""

@@ -1,0 +1,67 @@
+"""The cluster: where workers run. The controller sees handles, never processes."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Protocol, runtime_checkable
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerSpec:
+    """Invariant: `factory` and `args` alone make the worker; it shares no memory with the controller."""
+
+    name: str
+    """Unique in the run, for example ``engine-0``; names the log file."""
+    kind: str
+    """``engine``, ``trainer`` or ``rollout``."""
+    factory: str
+    """``"package.module:Class"``, called as ``factory(*args)`` inside the worker."""
+    args: tuple[Any, ...] = ()
+    """Picklable; may hold other workers' handles."""
+    environment: Mapping[str, str] = field(default_factory=dict)
+    """Set before anything heavy is imported."""
+    resources: Mapping[str, float] = field(default_factory=dict)
+    """For example ``{"CPU": 1, "infer": 1}``."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerDeath:
+    """Invariant: reported once per worker that ended without being told to."""
+
+    name: str
+    reason: str
+    """Exit code or signal and the last lines of its log, in one short text."""
+
+
+class Handle(Protocol):
+    """A running worker. Invariant: every call ends: with a value, the worker's exception, or WorkerFailed."""
+
+    name: str
+
+    async def call(self, method: str, *args: Any, deadline_s: float | None = None) -> Any:
+        """Call a method, sync or async; WorkerFailed when the worker dies or the deadline passes."""
+        ...
+
+    def stream(self, method: str, *args: Any) -> AsyncIterator[Any]:
+        """Call an async generator method and yield its items as they come."""
+        ...
+
+    async def kill(self) -> None:
+        """End the worker now; its open calls raise WorkerFailed."""
+        ...
+
+
+@runtime_checkable
+class Cluster(Protocol):
+    """Made as ``factory(options, run_dir)``. Invariant: after `close` no worker of this run is alive."""
+
+    async def spawn(self, spec: WorkerSpec) -> Handle:
+        """Start a worker and return once its factory has returned; WorkerFailed in one sentence."""
+        ...
+
+    def watch(self) -> AsyncIterator[WorkerDeath]:
+        """Yield deaths as they are noticed, for ever."""
+        ...
+
+    async def close(self) -> None: ...

@@ -1,0 +1,48 @@
+"""The resharder: moves weights from the trainer's layout into the engines' layout."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from typing import TYPE_CHECKING, Protocol, runtime_checkable
+
+from areal.contracts.messages import Version
+from areal.contracts.transfer import Layout, Plan, Receipt
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+class Sender(Protocol):
+    """The half beside a trainer rank. Invariant: after `send` returns or raises, no receiver waits for it."""
+
+    def send(self, version: Version, tensors: Iterable[tuple[str, Tensor]], deadline_s: float) -> Receipt:
+        """Send all tensors (HF names, the trainer's dtype), cast to the receivers' dtype; TransferFailed."""
+        ...
+
+    def close(self) -> None: ...
+
+
+class Receiver(Protocol):
+    """The half beside an engine. Invariant: yields every tensor of the plan exactly once, or raises."""
+
+    def receive(self, version: Version, deadline_s: float) -> Iterator[tuple[str, Tensor]]:
+        """Yield (HF name, tensor in the receiver's dtype on the CPU or the device); TransferFailed."""
+        ...
+
+    def close(self) -> None: ...
+
+
+@runtime_checkable
+class Resharder(Protocol):
+    """Made as ``factory(options, run_dir)`` on the controller and, from the plan alone, beside each member.
+
+    Invariant: both halves work from the plan only; they never ask the controller.
+    """
+
+    def plan(self, source: Layout, targets: Sequence[Layout]) -> Plan:
+        """Decide the road for these members; TransferFailed in one sentence when there is none."""
+        ...
+
+    def sender(self, plan: Plan) -> Sender: ...
+
+    def receiver(self, plan: Plan, member: int) -> Receiver: ...

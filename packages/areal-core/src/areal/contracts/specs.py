@@ -1,0 +1,130 @@
+"""What every component of a kind is told: the model, the training numbers, the context it runs in.
+
+The recipe's blocks ``model`` and ``training`` are these classes; pydantic checks them when a recipe is read.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
+
+if TYPE_CHECKING:
+    from areal.contracts.accelerator import Accelerator
+
+STRICT: dict[str, Any] = {"extra": "forbid"}
+Dtype = Literal["float32", "bfloat16", "float16"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelSpec:
+    """Invariant: trainer and engines load the same `path`."""
+
+    __pydantic_config__: ClassVar[dict[str, Any]] = STRICT
+
+    name: str = ""
+    """For people; the run's name when none is given."""
+    path: str = ""
+    """An HF folder or hub id; empty: the bundled tiny model, made new from the run's seed."""
+    dtype: Dtype = "float32"
+    """What engines hold and what travels to them; the trainer's own precision is `training.amp`."""
+    type: Literal["dense", "moe"] = "dense"
+    num_experts: int = 0
+    """Experts of each layer when `type` is moe; 0: what the model's own configuration says."""
+    top_k: int = 0
+    """Experts of each token when `type` is moe; 0: what the model's own configuration says."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AmpSpec:
+    """Invariant: master weights stay float32 whatever the compute dtype."""
+
+    __pydantic_config__: ClassVar[dict[str, Any]] = STRICT
+
+    enabled: bool = False
+    dtype: Literal["bf16", "fp16"] = "bf16"
+    loss_scale: Literal["dynamic"] | float = "dynamic"
+    """For fp16 only: ``dynamic`` or a constant."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WarmupSpec:
+    """Supervised steps on reference answers before the first rollout. Invariant: `steps` 0 does nothing."""
+
+    __pydantic_config__: ClassVar[dict[str, Any]] = STRICT
+
+    steps: int = 0
+    batch_size: int = 256
+    """Prompts with reference answers per supervised step."""
+    learning_rate: float = 2e-3
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainingSpec:
+    """Invariant: the numbers here decide the update; how rows are packed never does."""
+
+    __pydantic_config__: ClassVar[dict[str, Any]] = STRICT
+
+    batch_size: int = 32
+    """Prompts (groups) per training step."""
+    minibatches: int = 1
+    """Optimizer updates per step; more than 1 recomputes proximal logprobs first."""
+    max_steps: int = 1000
+    learning_rate: float = 1e-5
+    schedule: Literal["constant", "linear", "cosine"] = "constant"
+    """Shape after the warm-up; linear and cosine end at `min_lr_ratio` at `max_steps`."""
+    lr_warmup_steps: int = 0
+    """Optimizer updates over which the rate rises linearly from 0."""
+    min_lr_ratio: float = 0.05
+    weight_decay: float = 0.0
+    betas: tuple[float, float] = (0.9, 0.95)
+    grad_clip: float = 1.0
+    """Global gradient norm; 0 does not clip."""
+    micro_batch_tokens: int = 16384
+    """Most tokens of one packed micro-batch; a longer row is a micro-batch of its own."""
+    activation_checkpointing: bool = False
+    amp: AmpSpec = field(default_factory=AmpSpec)
+    warmup: WarmupSpec = field(default_factory=WarmupSpec)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BackendContext:
+    """Invariant: all ranks of one trainer get equal values but `rank`."""
+
+    model: ModelSpec
+    training: TrainingSpec
+    accelerator: Accelerator
+    seed: int
+    rank: int = 0
+    world_size: int = 1
+    rendezvous: str = ""
+    """``host:port`` of the trainer's own process group; empty when world_size is 1."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineContext:
+    """Invariant: `name` is unique among the run's workers, a restarted replica gets a new one."""
+
+    model: ModelSpec
+    accelerator: Accelerator
+    name: str
+    seed: int
+    log_dir: str = ""
+    """Folder for log files of processes the engine starts itself."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrackerContext:
+    """Invariant: trackers write only below `run_dir`, or to their own service."""
+
+    run_name: str
+    run_dir: str
+    config: dict[str, Any]
+    """The resolved recipe as plain values."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EnvironmentContext:
+    """Invariant: the same name, seed and options give the same prompts in the same order."""
+
+    name: str
+    seed: int

@@ -1,0 +1,93 @@
+"""The words of a weight update: layouts, plans, transfers and receipts, and the checksum both sides use."""
+
+from __future__ import annotations
+
+import ctypes
+import zlib
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Literal
+
+from areal.contracts.component import Component
+from areal.contracts.messages import Version
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+Phase = Literal["stage", "commit", "rollback"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TensorSpec:
+    """Invariant: describes the whole tensor under its HF name, whatever shard a rank holds."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+    """A torch dtype's name without the prefix, for example ``bfloat16``."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Layout:
+    """How one side holds the weights. Invariant: two layouts with equal `host` can share memory."""
+
+    host: str
+    """Identity of the machine and its shared memory."""
+    address: str = "127.0.0.1"
+    """Where the other side can reach this one."""
+    collective: str = "gloo"
+    """Backend of torch.distributed that this side can use: gloo, nccl or hccl."""
+    num_ranks: int = 1
+    tensor_parallel: int = 1
+    dtype: str = "float32"
+    """What this side stores; the sender casts to the receiver's."""
+    tensors: tuple[TensorSpec, ...] = ()
+    """All parameters in the order in which they are sent; tied parameters stand once. Empty for receivers."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """How weights go from one source to the receivers. Invariant: `uid` changes when any member changes."""
+
+    uid: str
+    source: Layout
+    targets: tuple[Layout, ...]
+    """One layout per engine, in the order of receiver indices."""
+    details: Mapping[str, Any] = field(default_factory=dict)
+    """The resharder's own: rendezvous address, folder, bucket size, ..."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Transfer:
+    """One phase of one update for one member. Invariant: a version is committed only after it was verified."""
+
+    phase: Phase
+    version: Version
+    resharder: Component
+    options: Any
+    """The resharder's validated options."""
+    plan: Plan
+    member: int = 0
+    """Index into ``plan.targets`` for an engine; 0 for the sender."""
+    deadline_s: float = 300.0
+    """Seconds this phase may take before it raises TransferFailed."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Receipt:
+    """What one side saw. Invariant: sender and receivers agree on every checksum, or nothing is committed."""
+
+    version: Version
+    checksums: Mapping[str, int]
+    """CRC-32 of each tensor's bytes in the receiver's dtype, by HF name; empty for commit and rollback."""
+    num_bytes: int = 0
+    seconds: float = 0.0
+
+
+def checksum(tensor: Tensor) -> int:
+    """Return the CRC-32 of a tensor's bytes ([*], any dtype, any device), in row-major order."""
+    data = tensor.detach().cpu().contiguous()
+    size = data.numel() * data.element_size()
+    if size == 0:
+        return 0
+    return zlib.crc32((ctypes.c_char * size).from_address(data.data_ptr()))

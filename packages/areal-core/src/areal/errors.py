@@ -1,0 +1,48 @@
+"""The errors a user can meet: one sentence that says what was asked, what exists, what to do."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from difflib import get_close_matches
+
+
+class ArealError(Exception):
+    """A mistake outside AReaL's code; the command line prints it as one line, without a traceback."""
+
+
+class ConfigError(ArealError):
+    """A recipe or an override that cannot be used as written."""
+
+
+class PluginError(ArealError):
+    """A plugin that cannot be loaded, or whose offer cannot be used."""
+
+
+class UnknownComponent(PluginError):
+    """A component's name that nobody offers."""
+
+
+class MissingLibrary(PluginError):
+    """A component whose heavy library is not installed."""
+
+
+class WorkerFailed(ArealError):
+    """A worker process that died, hung past its deadline, or refused to start."""
+
+
+class TransferFailed(ArealError):
+    """A weight update that did not arrive whole; the previous version stays in force."""
+
+
+class JournalError(ArealError):
+    """A run folder or journal that cannot be read or written."""
+
+
+class RewardBudgetExceeded(ArealError):
+    """More episodes ended in errors or time-outs than the run allows."""
+
+
+def did_you_mean(asked: str, existing: Iterable[str]) -> str:
+    """Return ``"; did you mean 'x'?"`` for the nearest existing name, or an empty string."""
+    near = get_close_matches(asked, list(existing), n=1)
+    return f"; did you mean {near[0]!r}?" if near else ""
