@@ -30,6 +30,10 @@ class WorkerFailed(ArealError):
     """A worker process that died, hung past its deadline, or refused to start."""
 
 
+class WorkerDied(WorkerFailed):
+    """A worker process that is gone; whatever it was asked can be asked of another."""
+
+
 class TransferFailed(ArealError):
     """A weight update that did not arrive whole; the previous version stays in force."""
 

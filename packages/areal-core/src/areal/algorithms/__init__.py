@@ -1,1 +1,1 @@
-"""Algorithms."""
+"""Learning algorithms, one small file each, and the formulas they share (advantages, ratios, losses)."""

@@ -1,1 +1,1 @@
-"""Cli."""
+"""The command `areal`: one file per command, each light until it runs."""

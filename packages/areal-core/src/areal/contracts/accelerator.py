@@ -14,6 +14,8 @@ class Accelerator(Protocol):
     """torch's device type: ``cpu``, ``cuda``, ``npu``."""
     collective: str
     """torch.distributed backend: ``gloo``, ``nccl``, ``hccl``."""
+    resource: str
+    """What a cluster calls one device: ``GPU``, ``NPU``; empty for the CPU, which workers share."""
 
     def is_available(self) -> bool: ...
 

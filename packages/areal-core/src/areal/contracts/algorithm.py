@@ -34,6 +34,8 @@ class TokenBatch:
     """Trained tokens of the whole batch: divide token sums by it."""
     total_sequences: int
     """Sequences of the whole batch: divide sequence sums by it."""
+    computed_tokens: int
+    """`total_tokens` without the left-out rows': divide reported sums by it, so that they read as means."""
 
 
 @runtime_checkable
@@ -42,6 +44,9 @@ class Algorithm(Protocol):
 
     Invariant: the loss is a sum over micro-batches divided by the whole batch's totals.
     """
+
+    needs_advantage: bool
+    """Whether tokens with advantage 0 give no gradient, so that rows without any other token may be left out."""
 
     def advantages(self, group: Group) -> Sequence[float | Sequence[float]]:
         """Return for each trajectory one number for all its tokens, or one number per sampled token.
@@ -53,6 +58,7 @@ class Algorithm(Protocol):
     def loss(self, logprobs: Tensor, batch: TokenBatch) -> tuple[Tensor, Mapping[str, Tensor]]:
         """Return this micro-batch's share of the loss (scalar) and named sums already divided by the totals.
 
+        The backend adds the named numbers over micro-batches; of a name that ends in ``_max`` it keeps the largest.
         `logprobs`: [N] float32 with gradient, natural log, at the sampling temperature.
         """
         ...

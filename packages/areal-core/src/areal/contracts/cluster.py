@@ -19,9 +19,9 @@ class WorkerSpec:
     """``"package.module:Class"``, called as ``factory(*args)`` inside the worker."""
     args: tuple[Any, ...] = ()
     """Picklable; may hold other workers' handles."""
-    environment: Mapping[str, str] = field(default_factory=dict)
+    environment: Mapping[str, str] = field(default_factory=dict[str, str])
     """Set before anything heavy is imported."""
-    resources: Mapping[str, float] = field(default_factory=dict)
+    resources: Mapping[str, float] = field(default_factory=dict[str, float])
     """For example ``{"CPU": 1, "infer": 1}``."""
 
 
@@ -55,6 +55,10 @@ class Handle(Protocol):
 @runtime_checkable
 class Cluster(Protocol):
     """Made as ``factory(options, run_dir)``. Invariant: after `close` no worker of this run is alive."""
+
+    async def start(self) -> None:
+        """Connect or start what carries the workers; WorkerFailed in one sentence."""
+        ...
 
     async def spawn(self, spec: WorkerSpec) -> Handle:
         """Start a worker and return once its factory has returned; WorkerFailed in one sentence."""

@@ -38,14 +38,15 @@ class Component:
         """Return the required libraries that are not installed."""
         return tuple(name for name in self.requires if not _installed(name))
 
-    def load(self) -> Callable[..., Any]:
-        """Import and return the factory.
-
-        Raises MissingLibrary when a required library is absent, PluginError when the path leads nowhere.
-        """
+    def check_installed(self) -> None:
+        """Raise MissingLibrary, with the command that helps, when a required library is absent."""
         if missing := self.missing():
             hint = f"; install it with: {self.install}" if self.install else ""
             raise MissingLibrary(f"{self.name!r} needs {', '.join(missing)}, which is not installed{hint}")
+
+    def load(self) -> Callable[..., Any]:
+        """Import and return the factory; MissingLibrary, or PluginError when the path leads nowhere."""
+        self.check_installed()
         return import_object(self.factory)
 
     def parse_options(self, table: Mapping[str, Any]) -> Any:

@@ -5,7 +5,11 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
+
+from pydantic import ConfigDict, Field, NonNegativeFloat, NonNegativeInt, PositiveInt
+
+from areal.contracts.options import STRICT
 
 FinishReason = Literal["stop", "length", "interrupted"]
 Status = Literal["ok", "error", "timeout"]
@@ -25,7 +29,7 @@ class Prompt:
     """Chat messages (``role``, ``content``); a tokenizer without chat template joins the contents."""
     answer: str = ""
     """The reference answer, if there is one; supervised warm-up learns from it."""
-    metadata: Mapping[str, Any] = field(default_factory=dict)
+    metadata: Mapping[str, Any] = field(default_factory=dict[str, Any])
     """Whatever the environment's scorer needs; JSON values only."""
 
 
@@ -33,14 +37,17 @@ class Prompt:
 class Sampling:
     """Invariant: logprobs under this sampling are of the whole vocabulary at `temperature`, before top-k and top-p."""
 
-    max_new_tokens: int = 128
-    temperature: float = 1.0
+    __pydantic_config__: ClassVar[ConfigDict] = STRICT
+
+    max_new_tokens: PositiveInt = 128
+    """Most tokens sampled per reply."""
+    temperature: NonNegativeFloat = 1.0
     """Above 0; 0 is greedy, and then logprobs are of the unscaled logits."""
-    top_p: float = 1.0
+    top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
     """Smallest set of tokens with this probability mass; 1 keeps all."""
-    top_k: int = 0
+    top_k: NonNegativeInt = 0
     """Most probable tokens kept; 0 keeps all."""
-    stop_token_ids: tuple[int, ...] = ()
+    stop_token_ids: tuple[NonNegativeInt, ...] = ()
     """Generation ends after one of these, which is kept as the last token."""
 
 
@@ -81,7 +88,7 @@ class Outcome:
     reward: float | None = None
     detail: str = ""
     """Why it failed, one line."""
-    metrics: Mapping[str, float] = field(default_factory=dict)
+    metrics: Mapping[str, float] = field(default_factory=dict[str, float])
     """Further numbers the environment reports, averaged per step (for example ``accuracy``)."""
 
     @classmethod

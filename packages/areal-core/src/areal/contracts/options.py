@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from pydantic import BaseModel, ConfigDict
 
+STRICT = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False, use_attribute_docstrings=True)
+"""How everything that a recipe may hold is read: no unknown key, no NaN, the docstring is the description."""
+
 
 class Options(BaseModel):
     """Invariant: frozen after validation, and an unknown key is an error that the recipe's reader explains.
@@ -11,4 +14,4 @@ class Options(BaseModel):
     A plugin that forwards its library's own options sets ``extra="allow"`` and passes ``model_extra`` on.
     """
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = STRICT

@@ -6,31 +6,36 @@ The recipe's blocks ``model`` and ``training`` are these classes; pydantic check
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
+
+from pydantic import ConfigDict, Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
+
+from areal.contracts.options import STRICT
 
 if TYPE_CHECKING:
     from areal.contracts.accelerator import Accelerator
 
-STRICT: dict[str, Any] = {"extra": "forbid"}
 Dtype = Literal["float32", "bfloat16", "float16"]
+Beta = Annotated[float, Field(ge=0, lt=1)]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelSpec:
     """Invariant: trainer and engines load the same `path`."""
 
-    __pydantic_config__: ClassVar[dict[str, Any]] = STRICT
+    __pydantic_config__: ClassVar[ConfigDict] = STRICT
 
     name: str = ""
     """For people; the run's name when none is given."""
     path: str = ""
-    """An HF folder or hub id; empty: the bundled tiny model, made new from the run's seed."""
+    """An HF folder, a hub id, or a name that `areal models` lists; empty: a tiny model made from the run's seed."""
     dtype: Dtype = "float32"
     """What engines hold and what travels to them; the trainer's own precision is `training.amp`."""
     type: Literal["dense", "moe"] = "dense"
-    num_experts: int = 0
+    """``moe``: a mixture of experts."""
+    num_experts: NonNegativeInt = 0
     """Experts of each layer when `type` is moe; 0: what the model's own configuration says."""
-    top_k: int = 0
+    top_k: NonNegativeInt = 0
     """Experts of each token when `type` is moe; 0: what the model's own configuration says."""
 
 
@@ -38,11 +43,13 @@ class ModelSpec:
 class AmpSpec:
     """Invariant: master weights stay float32 whatever the compute dtype."""
 
-    __pydantic_config__: ClassVar[dict[str, Any]] = STRICT
+    __pydantic_config__: ClassVar[ConfigDict] = STRICT
 
     enabled: bool = False
+    """Compute in `dtype` instead of float32."""
     dtype: Literal["bf16", "fp16"] = "bf16"
-    loss_scale: Literal["dynamic"] | float = "dynamic"
+    """What matrix products are computed in."""
+    loss_scale: Literal["dynamic"] | PositiveFloat = "dynamic"
     """For fp16 only: ``dynamic`` or a constant."""
 
 
@@ -50,40 +57,50 @@ class AmpSpec:
 class WarmupSpec:
     """Supervised steps on reference answers before the first rollout. Invariant: `steps` 0 does nothing."""
 
-    __pydantic_config__: ClassVar[dict[str, Any]] = STRICT
+    __pydantic_config__: ClassVar[ConfigDict] = STRICT
 
-    steps: int = 0
-    batch_size: int = 256
+    steps: NonNegativeInt = 0
+    """Supervised steps; 0: no supervised warm-up."""
+    batch_size: PositiveInt = 256
     """Prompts with reference answers per supervised step."""
-    learning_rate: float = 2e-3
+    learning_rate: PositiveFloat = 2e-3
+    """Constant rate of the supervised steps."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainingSpec:
     """Invariant: the numbers here decide the update; how rows are packed never does."""
 
-    __pydantic_config__: ClassVar[dict[str, Any]] = STRICT
+    __pydantic_config__: ClassVar[ConfigDict] = STRICT
 
-    batch_size: int = 32
+    batch_size: PositiveInt = 32
     """Prompts (groups) per training step."""
-    minibatches: int = 1
+    minibatches: PositiveInt = 1
     """Optimizer updates per step; more than 1 recomputes proximal logprobs first."""
-    max_steps: int = 1000
-    learning_rate: float = 1e-5
+    max_steps: PositiveInt = 1000
+    """Training steps of the whole run."""
+    learning_rate: PositiveFloat = 1e-5
+    """The highest rate of the schedule."""
     schedule: Literal["constant", "linear", "cosine"] = "constant"
     """Shape after the warm-up; linear and cosine end at `min_lr_ratio` at `max_steps`."""
-    lr_warmup_steps: int = 0
+    lr_warmup_steps: NonNegativeInt = 0
     """Optimizer updates over which the rate rises linearly from 0."""
-    min_lr_ratio: float = 0.05
-    weight_decay: float = 0.0
-    betas: tuple[float, float] = (0.9, 0.95)
-    grad_clip: float = 1.0
+    min_lr_ratio: Annotated[float, Field(ge=0, le=1)] = 0.05
+    """Share of `learning_rate` that is left at the end of a linear or cosine schedule."""
+    weight_decay: NonNegativeFloat = 0.0
+    """AdamW's decoupled weight decay."""
+    betas: tuple[Beta, Beta] = (0.9, 0.95)
+    """AdamW's decay rates of the first and the second moment."""
+    grad_clip: NonNegativeFloat = 1.0
     """Global gradient norm; 0 does not clip."""
-    micro_batch_tokens: int = 16384
+    micro_batch_tokens: PositiveInt = 16384
     """Most tokens of one packed micro-batch; a longer row is a micro-batch of its own."""
     activation_checkpointing: bool = False
+    """Recompute activations in the backward pass: less memory, about a third more time."""
     amp: AmpSpec = field(default_factory=AmpSpec)
+    """Automatic mixed precision."""
     warmup: WarmupSpec = field(default_factory=WarmupSpec)
+    """Supervised steps on reference answers before the first rollout."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import ctypes
+import platform
 import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from areal.contracts.component import Component
@@ -53,7 +55,7 @@ class Plan:
     source: Layout
     targets: tuple[Layout, ...]
     """One layout per engine, in the order of receiver indices."""
-    details: Mapping[str, Any] = field(default_factory=dict)
+    details: Mapping[str, Any] = field(default_factory=dict[str, Any])
     """The resharder's own: rendezvous address, folder, bucket size, ..."""
 
 
@@ -91,3 +93,12 @@ def checksum(tensor: Tensor) -> int:
     if size == 0:
         return 0
     return zlib.crc32((ctypes.c_char * size).from_address(data.data_ptr()))
+
+
+def local_host() -> str:
+    """Return `Layout.host` of this process: the machine's name and the identity of its shared memory.
+
+    Two containers of one machine may have a ``/dev/shm`` each; its device number tells them apart.
+    """
+    shared_memory = Path("/dev/shm")
+    return f"{platform.node()}/{shared_memory.stat().st_dev if shared_memory.is_dir() else 'none'}"

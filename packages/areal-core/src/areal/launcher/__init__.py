@@ -1,1 +1,1 @@
-"""Launcher."""
+"""Starting a user's own script with the machinery of `areal run`."""

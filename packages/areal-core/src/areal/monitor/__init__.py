@@ -1,1 +1,1 @@
-"""Monitor."""
+"""Watching a run: its folder, its progress, its numbers, its summary."""

@@ -1,0 +1,1 @@
+"""A plugin to begin from: an environment and an engine wrapper."""

@@ -1,0 +1,101 @@
+"""From a recipe's names to components with validated options; nothing heavy is imported here."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from pydantic import ValidationError
+
+from areal import env
+from areal.builtins.models.registry import resolve as resolve_model
+from areal.config.schema import AUTO, RunConfig
+from areal.contracts.accelerator import Accelerator
+from areal.contracts.component import Component
+from areal.errors import ConfigError
+from areal.flow.rollout.worker import EnvironmentChoice
+from areal.plugins import Plugins
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Chosen:
+    """A component with its options. Invariant: `options` were validated by the component's own class."""
+
+    component: Component
+    options: Any
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Resolved:
+    """Everything a recipe names, found and validated. Invariant: every component's library is installed."""
+
+    config: RunConfig
+    model_path: str
+    """Empty for the bundled tiny model."""
+    accelerator: Accelerator
+    engine: Chosen
+    backend: Chosen
+    algorithm: Chosen
+    sft: Component
+    cluster: Chosen
+    reshard: Chosen | None
+    """None: chosen when both layouts are known."""
+    environments: tuple[EnvironmentChoice, ...]
+    trackers: tuple[tuple[str, Chosen], ...]
+
+
+def resolve(config: RunConfig, plugins: Plugins) -> Resolved:
+    """Find and validate everything the recipe names.
+
+    Raises UnknownComponent, MissingLibrary or ConfigError in one sentence.
+    """
+    accelerator = _accelerator(config.device, plugins)
+    return Resolved(
+        config=config,
+        model_path=resolve_model(config.model.path),
+        accelerator=accelerator,
+        engine=choose(plugins, "engine", config.engine.name, config.engine.options),
+        backend=choose(plugins, "backend", config.backend.name, config.backend.options),
+        algorithm=choose(plugins, "algorithm", config.algorithm.name, config.algorithm.options),
+        sft=plugins.resolve("algorithm", "sft"),
+        cluster=choose(plugins, "cluster", _cluster_name(config), config.cluster.options),
+        reshard=None
+        if config.reshard.name == AUTO
+        else choose(plugins, "resharder", config.reshard.name, config.reshard.options),
+        environments=tuple(
+            EnvironmentChoice(name=entry.name, component=chosen.component, options=chosen.options)
+            for entry in config.environments
+            for chosen in [choose(plugins, "environment", entry.type, entry.options)]
+        ),
+        trackers=tuple(
+            (tracker.name, choose(plugins, "tracker", tracker.name, tracker.options)) for tracker in config.trackers
+        ),
+    )
+
+
+def choose(plugins: Plugins, kind: str, name: str, table: dict[str, Any]) -> Chosen:
+    """Return one component with its validated options; ConfigError names the key that is wrong."""
+    component = plugins.resolve(kind, name)
+    component.check_installed()
+    try:
+        return Chosen(component=component, options=component.parse_options(table))
+    except ValidationError as error:
+        first = error.errors()[0]
+        key = ".".join(str(part) for part in first["loc"]) or "options"
+        raise ConfigError(f"{kind} {name!r} does not take {key!r} as given: {first['msg']}") from error
+
+
+def _cluster_name(config: RunConfig) -> str:
+    if env.debug_mode():
+        return "inline"
+    return "ray" if config.cluster.name == AUTO else config.cluster.name
+
+
+def _accelerator(name: str, plugins: Plugins) -> Accelerator:
+    if name == AUTO:
+        name = plugins.hook.areal_detect_accelerator() or "cpu"
+    chosen = choose(plugins, "accelerator", name, {})
+    accelerator: Accelerator = chosen.component.load()(chosen.options)
+    if not accelerator.is_available():
+        raise ConfigError(f"device {name!r} was asked for and this machine has none; use device=auto, or areal doctor")
+    return accelerator

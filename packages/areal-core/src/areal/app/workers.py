@@ -1,0 +1,113 @@
+"""What each worker process is made of: its arguments, its share of the machine, its resources."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+from areal.app.resolve import Resolved
+from areal.contracts.cluster import Cluster, Handle, WorkerSpec
+from areal.contracts.specs import BackendContext, EngineContext, ModelSpec
+from areal.monitor.folder import RunFolder
+from areal.plugins import discover
+
+
+class Workers:
+    """Spawns the run's workers. Invariant: the threads of all heavy workers together are at most the machine's cores.
+
+    OpenMP threads that spin at barriers while other processes wait for the core cost 5x to 20x, so engines and
+    trainer share the cores out between them, and everybody waits passively.
+    """
+
+    def __init__(
+        self, resolved: Resolved, model: ModelSpec, cluster: Cluster, folder: RunFolder, blocked: Sequence[str]
+    ) -> None:
+        self._resolved = resolved
+        self._model = model
+        self._cluster = cluster
+        self._folder = folder
+        self._blocked = tuple(blocked)
+        self.model_is_there = asyncio.Event()
+        """Engines and rollout workers start at once and are handed over when the model can be loaded."""
+
+    async def trainer(self) -> Handle:
+        config, resolved = self._resolved.config, self._resolved
+        context = BackendContext(
+            model=self._model, training=config.training, accelerator=resolved.accelerator, seed=config.seed
+        )
+        args = (
+            resolved.backend.component,
+            resolved.backend.options,
+            context,
+            resolved.algorithm.component,
+            resolved.algorithm.options,
+            config.sampling.temperature,
+        )
+        factory = "areal.flow.trainer.worker:TrainerWorker"
+        return await self._spawn("trainer-0", "trainer", factory, args, config.resources.train.total)
+
+    async def engine(self, name: str) -> Handle:
+        config, resolved = self._resolved.config, self._resolved
+        context = EngineContext(
+            model=self._model,
+            accelerator=resolved.accelerator,
+            name=name,
+            seed=config.seed,
+            log_dir=str(self._folder.path / "logs"),
+        )
+        prepare = f"{__name__}:{announce_engine_process.__name__}"
+        args = (resolved.engine.component, resolved.engine.options, context, prepare, self._blocked)
+        devices = max(1, config.resources.infer.total // config.engine.replicas)
+        handle = await self._spawn(name, "engine", "areal.flow.engine.worker:EngineWorker", args, devices)
+        await self.model_is_there.wait()
+        return handle
+
+    async def rollout(self, name: str) -> Handle:
+        config = self._resolved.config
+        args = (
+            self._resolved.environments,
+            self._model.path,
+            config.sampling,
+            config.seed,
+            config.rollout.episode_timeout_s,
+        )
+        handle = await self._spawn(name, "rollout", "areal.flow.rollout.worker:RolloutWorker", args, 0)
+        await self.model_is_there.wait()
+        return handle
+
+    async def _spawn(self, name: str, kind: str, factory: str, args: tuple[object, ...], devices: int) -> Handle:
+        return await self._cluster.spawn(
+            WorkerSpec(
+                name=name,
+                kind=kind,
+                factory=factory,
+                args=args,
+                environment=self._environment(kind, devices),
+                resources=self._resources(kind, devices),
+            )
+        )
+
+    def _environment(self, kind: str, devices: int) -> Mapping[str, str]:
+        config = self._resolved.config
+        cores = len(os.sched_getaffinity(0))
+        heavy = 1 + config.engine.replicas
+        threads = 1 if kind == "rollout" else max(1, cores // heavy)
+        return self._resolved.accelerator.environment(devices, threads)
+
+    def _resources(self, kind: str, devices: int) -> Mapping[str, float]:
+        side = {"trainer": "train", "engine": "infer"}.get(kind)
+        if side is None:
+            return {}
+        device = self._resolved.accelerator.resource
+        return {side: 1.0} | ({device: float(devices)} if device else {})
+
+
+def announce_engine_process(name: str, blocked: Sequence[str]) -> None:
+    """Tell plugins, inside an engine's process and before its library is imported, that this is one."""
+    discover(blocked).announce("areal_engine_process", name=name)
+
+
+def with_path(model: ModelSpec, path: str) -> ModelSpec:
+    return replace(model, path=path)

@@ -1,0 +1,1 @@
+"""Builtin devices: the CPU and NVIDIA GPUs."""

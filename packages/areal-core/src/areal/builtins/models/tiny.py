@@ -1,0 +1,78 @@
+"""The bundled tiny model: made from a seed in milliseconds, so that a first run needs no model hub."""
+
+from __future__ import annotations
+
+import string
+from pathlib import Path
+
+import torch
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, processors
+from transformers import GenerationConfig, PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+
+PAD, BOS, EOS, UNKNOWN = SPECIAL_TOKENS = ("<pad>", "<bos>", "<eos>", "<unk>")
+CHARACTERS = string.digits + string.ascii_letters + string.punctuation + " \n"
+
+
+def write_tiny_model(folder: str | Path, seed: int) -> str:
+    """Write a random Qwen3-type model of 0.4 M parameters with a character tokenizer as an HF folder.
+
+    head_dim is 32 because the attention kernels of vLLM and SGLang ask for it. torch's global random state stays
+    as it was.
+
+    Returns `folder` as text.
+    """
+    tokenizer = character_tokenizer()
+    config = tiny_config(tokenizer)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        model = Qwen3ForCausalLM(config)
+    model.generation_config = GenerationConfig(
+        bos_token_id=config.bos_token_id,
+        eos_token_id=config.eos_token_id,
+        pad_token_id=config.pad_token_id,
+    )
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return str(folder)
+
+
+def tiny_config(tokenizer: PreTrainedTokenizerFast) -> Qwen3Config:
+    """Return the architecture: small enough to learn on one CPU core, deep enough to learn to reverse digits."""
+    return Qwen3Config(
+        vocab_size=len(tokenizer),
+        hidden_size=128,
+        intermediate_size=384,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=32,
+        max_position_embeddings=2048,
+        tie_word_embeddings=True,
+        bos_token_id=tokenizer.bos_token_id,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+    )
+
+
+def character_tokenizer() -> PreTrainedTokenizerFast:
+    """Return a tokenizer with one token for each printable ASCII character; anything else is ``<unk>``.
+
+    ``<bos>`` goes before every text that is encoded with special tokens.
+    """
+    vocabulary = {token: number for number, token in enumerate((*SPECIAL_TOKENS, *CHARACTERS))}
+    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token=UNKNOWN))
+    # "[\s\S]" rather than ".", which does not match a line break.
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
+    tokenizer.decoder = decoders.Fuse()
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single=f"{BOS} $A", special_tokens=[(BOS, vocabulary[BOS])]
+    )
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        pad_token=PAD,
+        bos_token=BOS,
+        eos_token=EOS,
+        unk_token=UNKNOWN,
+        model_max_length=2048,
+        padding_side="left",
+    )

@@ -1,0 +1,1 @@
+"""The bundled tasks; each is an `areal.contracts.environment.Environment` with its Options class beside it."""

@@ -1,0 +1,207 @@
+"""The backend `torch`: master weights in float32 on one device, micro-batches without padding."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import compress
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from areal.builtins.torch_backend import state
+from areal.builtins.torch_backend.model import PackedModel
+from areal.builtins.torch_backend.optimizer import Optimizer
+from areal.builtins.torch_backend.options import TorchBackendOptions
+from areal.builtins.torch_backend.packing import Packed, micro_batches, pack
+from areal.builtins.torch_backend.schedule import learning_rate as scheduled_rate
+from areal.contracts.algorithm import Algorithm, TokenBatch
+from areal.contracts.messages import Batch, Row
+from areal.contracts.resharder import Sender
+from areal.contracts.specs import BackendContext
+from areal.contracts.transfer import Layout, Plan, Receipt, TensorSpec, Transfer, local_host
+from areal.errors import ConfigError, JournalError, WorkerFailed
+
+BYTES_PER_LOGIT = 4
+
+
+class TorchBackend:
+    """Any Hugging Face causal language model on one device.
+
+    Invariant: the update depends on the batch, not on its packing into micro-batches; `logprobs` and `train_step`
+    compute the same numbers for the same rows.
+    """
+
+    def __init__(self, options: TorchBackendOptions | None, context: BackendContext) -> None:
+        """Raises ConfigError for a trainer of several ranks."""
+        if context.world_size > 1:
+            raise ConfigError(
+                f"the backend 'torch' trains on one device and {context.world_size} were asked for; use backend fsdp2"
+            )
+        self._options = options or TorchBackendOptions()
+        self._context = context
+        self._dtype: torch.dtype = getattr(torch, context.model.dtype)
+        self._device = torch.device(context.accelerator.name)
+        self._num_updates = 0
+        self._sender: tuple[Plan, Sender] | None = None
+        self._model: PackedModel | None = None
+        self._optimizer: Optimizer
+
+    def start(self) -> None:
+        """Load the model and make the optimizer; WorkerFailed for a model that cannot be loaded or packed."""
+        max_logits = self._options.logits_mb * 2**20 // BYTES_PER_LOGIT
+        self._model = PackedModel(self._context, self._device, max_logits)
+        module = self._model.module
+        self._optimizer = Optimizer(module, self._context.training, self._options.adam_eps, self._device)
+        self._tokenizer = state.load_tokenizer(self._context.model.path)
+
+    @torch.no_grad()
+    def logprobs(self, batch: Batch) -> list[tuple[float, ...]]:
+        """Return for each row [T] logprobs of its tokens (0 where loss_mask is False) under the current weights."""
+        model = self._started()
+        found = [[0.0] * len(row.token_ids) for row in batch.rows]
+        for packed in self._micro_batches(batch):
+            values, _ = model.token_logprobs(packed, batch.temperature)
+            numbers = iter(values.tolist())
+            for i in packed.rows:
+                for t, is_trained in enumerate(batch.rows[i].loss_mask):
+                    if is_trained:
+                        found[i][t] = next(numbers)
+        return [tuple(row) for row in found]
+
+    def train_step(self, batch: Batch, loss: Algorithm, learning_rate: float | None = None) -> Mapping[str, float]:
+        """Make one optimizer update; see the contract. A batch without trained tokens moves the schedule only."""
+        model = self._started()
+        rate = scheduled_rate(self._context.training, self._num_updates) if learning_rate is None else learning_rate
+        computed_tokens = sum(row.num_loss_tokens for row in batch.rows)
+        shares: list[dict[str, Tensor]] = []
+        for packed in self._micro_batches(batch):
+            logprobs, entropy = model.token_logprobs(packed, batch.temperature)
+            tokens = _token_batch(batch, packed, logprobs.detach(), entropy, computed_tokens)
+            value, named = loss.loss(logprobs, tokens)
+            self._optimizer.backward(value)
+            shares.append({"loss": value.detach(), **named})
+        grad_norm, skipped = self._optimizer.step(rate)
+        self._num_updates += learning_rate is None
+        return {
+            "loss": 0.0,
+            **_combined(shares),
+            "grad_norm": grad_norm,
+            "learning_rate": rate,
+            "skipped": float(skipped),
+        }
+
+    def layout(self) -> Layout:
+        """Return the parameters under their HF names in the dtype of ``model.dtype``; tied ones stand once."""
+        dtype = self._context.model.dtype
+        return Layout(
+            host=local_host(),
+            collective=self._context.accelerator.collective,
+            dtype=dtype,
+            tensors=tuple(
+                TensorSpec(name=name, shape=tuple(tensor.shape), dtype=dtype) for name, tensor in self._weights()
+            ),
+        )
+
+    def send(self, transfer: Transfer) -> Receipt:
+        """Send the weights; the plan's sender is kept for the next version. TransferFailed."""
+        self._started()
+        if self._sender is None or self._sender[0].uid != transfer.plan.uid:
+            self.close()
+            resharder = transfer.resharder.load()(transfer.options, "")
+            self._sender = (transfer.plan, resharder.sender(transfer.plan))
+        return self._sender[1].send(transfer.version, self._weights(), transfer.deadline_s)
+
+    def save(self, path: str) -> None:
+        """Write ``path/model`` (HF, in ``model.dtype``) and ``path/trainer.pt`` (float32 weights and all the rest)."""
+        module = self._started().module
+        folder = Path(path)
+        folder.mkdir(parents=True, exist_ok=True)
+        state.save_model(module, self._tokenizer, self._dtype, folder / state.MODEL_FOLDER)
+        everything = {
+            "weights": dict(module.named_parameters()),
+            "optimizer": self._optimizer.state_dict(),
+            "num_updates": self._num_updates,
+            "random": state.random_state(self._device),
+        }
+        state.save_state(everything, folder / state.STATE_FILE)
+
+    @torch.no_grad()
+    def load(self, path: str) -> None:
+        """Restore what `save` wrote, bit for bit; JournalError when it is not there or of another model."""
+        self._started()
+        saved = state.load_state(Path(path) / state.STATE_FILE, self._device)
+        weights: Mapping[str, Tensor] = saved["weights"]
+        parameters = dict(self._weights())
+        if {n: t.shape for n, t in weights.items()} != {n: t.shape for n, t in parameters.items()}:
+            raise JournalError(f"the checkpoint {path!r} holds another model than {self._context.model.path!r}")
+        for name, parameter in parameters.items():
+            parameter.copy_(weights[name])
+        self._optimizer.load_state_dict(saved["optimizer"])
+        self._num_updates = saved["num_updates"]
+        state.set_random_state(saved["random"], self._device)
+
+    def close(self) -> None:
+        """Close the sender, if there is one."""
+        if self._sender is not None:
+            self._sender[1].close()
+            self._sender = None
+
+    def _started(self) -> PackedModel:
+        if self._model is None:
+            raise WorkerFailed("the backend was used before start; call start first")
+        return self._model
+
+    def _weights(self) -> Iterator[tuple[str, Tensor]]:
+        for name, parameter in self._started().module.named_parameters():
+            yield name, parameter.detach()
+
+    def _micro_batches(self, batch: Batch) -> Iterator[Packed]:
+        for chosen in micro_batches(batch.rows, self._context.training.micro_batch_tokens):
+            yield pack(batch.rows, chosen, self._device)
+
+
+def _token_batch(batch: Batch, packed: Packed, current: Tensor, entropy: Tensor, computed_tokens: int) -> TokenBatch:
+    """Return the trained tokens of a micro-batch; rows without proximal logprobs take the `current` ones."""
+    rows = [batch.rows[i] for i in packed.rows]
+
+    def trained(values: Iterable[Sequence[float]]) -> Tensor:
+        flat = [x for row, numbers in zip(rows, values, strict=True) for x in compress(numbers, row.loss_mask)]
+        return torch.tensor(flat, device=current.device)
+
+    return TokenBatch(
+        behavior_logprobs=trained(row.logprobs for row in rows),
+        proximal_logprobs=_proximal(rows, current),
+        advantages=trained(row.advantages for row in rows),
+        versions=trained(row.versions for row in rows),
+        sequence=packed.sequence,
+        num_sequences=len(rows),
+        entropy=entropy,
+        total_tokens=batch.num_tokens,
+        total_sequences=batch.num_sequences,
+        computed_tokens=computed_tokens,
+    )
+
+
+def _proximal(rows: Sequence[Row], current: Tensor) -> Tensor:
+    if all(row.proximal_logprobs is None for row in rows):
+        return current
+    parts = current.split([row.num_loss_tokens for row in rows])
+    return torch.cat(
+        [
+            part
+            if row.proximal_logprobs is None
+            else part.new_tensor([*compress(row.proximal_logprobs, row.loss_mask)])
+            for row, part in zip(rows, parts, strict=True)
+        ]
+    )
+
+
+def _combined(shares: Sequence[Mapping[str, Tensor]]) -> dict[str, float]:
+    """Add the micro-batches' shares of each statistic, or keep the largest where the name ends in ``_max``."""
+    values: dict[str, list[float]] = defaultdict(list)
+    for share in shares:
+        for name, value in share.items():
+            values[name].append(float(value))
+    return {name: max(numbers) if name.endswith("_max") else sum(numbers) for name, numbers in values.items()}

@@ -1,0 +1,174 @@
+"""The model: a Hugging Face causal language model in float32 that computes packed rows."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers.utils import logging
+
+from areal.builtins.torch_backend import attention
+from areal.builtins.torch_backend.logprobs import token_logprobs
+from areal.builtins.torch_backend.packing import Packed, pack
+from areal.contracts.messages import Row
+from areal.contracts.specs import AmpSpec, BackendContext
+from areal.errors import WorkerFailed
+
+AMP_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
+# Random tiny models have logprobs of about -4; what is not supported differs by far more.
+PROBE_TOLERANCE = 1e-3
+
+
+class PackedModel:
+    """Invariant: the logprob of a token depends on its row and the weights, not on the rows packed with it."""
+
+    def __init__(self, context: BackendContext, device: torch.device, max_logits: int) -> None:
+        """Load ``context.model.path``; WorkerFailed in one sentence. `max_logits`: logits computed at once."""
+        self._device = device
+        self._amp: AmpSpec = context.training.amp
+        self._path = context.model.path
+        self.module = _load(self._path).to(device).eval()
+        _stop_dropout(self.module)
+        self._backbone: nn.Module = self.module.base_model
+        self._max_rows = max(1, max_logits // self.module.config.get_text_config().vocab_size)
+        self._check_packing()
+        if context.training.activation_checkpointing:
+            self._checkpoint_activations()
+
+    def token_logprobs(self, packed: Packed, temperature: float) -> tuple[Tensor, Tensor]:
+        """Return logprob and entropy of each trained token ([N] float32 each), with gradient if grad is enabled."""
+        with torch.autocast(self._device.type, AMP_DTYPES[self._amp.dtype], enabled=self._amp.enabled):
+            hidden = self._backbone(
+                input_ids=packed.token_ids.unsqueeze(0),
+                position_ids=packed.positions.unsqueeze(0),
+                row_groups=packed.groups,
+                use_cache=False,
+            ).last_hidden_state
+            return token_logprobs(
+                self._logits,
+                hidden[0, packed.predictors],
+                packed.predictor,
+                packed.targets,
+                temperature,
+                self._max_rows,
+            )
+
+    def _logits(self, hidden: Tensor) -> Tensor:
+        """Return the logits of hidden states as the model's own forward does; `_check_packing` compares them."""
+        logits = self._head(hidden)
+        config = self.module.config.get_text_config()
+        if scale := getattr(config, "logit_scale", None):
+            logits = logits * scale
+        if divisor := getattr(config, "logits_scaling", None):
+            logits = logits / divisor
+        if cap := getattr(config, "final_logit_softcapping", None):
+            logits = torch.tanh(logits / cap) * cap
+        return logits
+
+    @torch.no_grad()
+    def _check_packing(self) -> None:
+        """Refuse a model whose logprobs of packed rows are not those of its own forward pass, row by row.
+
+        Two rows with a common beginning: it shows state that leaks between rows, attention that does more than
+        this backend's, and unknown work behind the head.
+        """
+        self._head = self.module.get_output_embeddings()
+        if self._head is None:
+            raise _unsupported(self._path, f"{type(self.module).__name__} has no LM head")
+        vocab_size = self.module.config.get_text_config().vocab_size
+        rows = [_probe_row([t % vocab_size for t in ids]) for ids in ([1, 5, 9, 3, 7, 2], [1, 5, 9, 4, 8, 6, 2, 3, 5])]
+        amp, self._amp = self._amp, AmpSpec()
+        try:
+            own = [self._own_logprobs(row) for row in rows]
+            self.module.set_attn_implementation(attention.NAME)
+            packed, _ = self.token_logprobs(pack(rows, range(len(rows)), self._device), 1.0)
+            distance = float((packed - torch.cat(own)).abs().max())
+        except (TypeError, ValueError, RuntimeError, AttributeError, KeyError, IndexError) as error:
+            raise _unsupported(self._path, f"{type(error).__name__}: {_line(error)}") from error
+        finally:
+            self._amp = amp
+        if not distance <= PROBE_TOLERANCE:
+            raise _unsupported(
+                self._path, f"its logprobs of packed rows are off by {distance:.1g} from those of single rows"
+            )
+
+    def _own_logprobs(self, row: Row) -> Tensor:
+        ids = torch.tensor(row.token_ids, device=self._device)
+        logits = self.module(input_ids=ids.unsqueeze(0), use_cache=False).logits[0, :-1].float()
+        return logits.log_softmax(-1).gather(-1, ids[1:].unsqueeze(-1)).squeeze(-1)
+
+    def _checkpoint_activations(self) -> None:
+        if not self.module.supports_gradient_checkpointing:
+            raise WorkerFailed(
+                f"training.activation_checkpointing is on and {type(self.module).__name__} cannot do it; set it to false"
+            )
+        self.module.gradient_checkpointing_enable({"use_reentrant": False})
+        # transformers recomputes in training mode only; nothing else differs, dropout is off.
+        self.module.train()
+
+
+def _load(path: str) -> PreTrainedModel:
+    if not path:
+        raise WorkerFailed("the backend has no model: model.path is empty; give a Hugging Face folder or hub id")
+    # A folder is never looked up on the network. Eager attention is what every model has.
+    source: dict[str, Any] = {"local_files_only": Path(path).is_dir()}
+    try:
+        with _no_progress_bar():
+            return AutoModelForCausalLM.from_pretrained(
+                path, dtype=torch.float32, attn_implementation="eager", **source
+            )
+    except (OSError, ValueError, KeyError, RuntimeError, ImportError, AssertionError) as error:
+        if Path(path).exists():
+            reason = f"cannot load a causal language model from {path!r} ({_line(error)})"
+        else:
+            reason = f"model.path {path!r} is not a folder here and could not be fetched as a hub id ({_line(error)})"
+        raise WorkerFailed(f"{reason}; give a Hugging Face folder with config.json and safetensors weights") from error
+
+
+@contextmanager
+def _no_progress_bar() -> Iterator[None]:
+    was_on = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if was_on:
+            logging.enable_progress_bar()
+
+
+def _stop_dropout(module: nn.Module) -> None:
+    """Make training mode equal to evaluation mode; the attention of this backend never drops anything."""
+    for part in module.modules():
+        if isinstance(part, nn.Dropout):
+            part.p = 0.0
+
+
+def _probe_row(token_ids: list[int]) -> Row:
+    num_tokens = len(token_ids)
+    zeros = (0.0,) * num_tokens
+    return Row(
+        token_ids=tuple(token_ids),
+        loss_mask=(False,) + (True,) * (num_tokens - 1),
+        logprobs=zeros,
+        versions=(0,) * num_tokens,
+        advantages=zeros,
+    )
+
+
+def _unsupported(path: str, reason: str) -> WorkerFailed:
+    return WorkerFailed(
+        f"the backend 'torch' cannot train the model in {path!r} ({reason}); use a decoder with plain causal or "
+        "sliding-window attention, or another backend"
+    )
+
+
+def _line(error: Exception) -> str:
+    """Return the first line of an error's message, without its full stop."""
+    text = str(error).strip() or type(error).__name__
+    return text.splitlines()[0].rstrip(" .:")

@@ -1,0 +1,103 @@
+"""What a checkpoint holds: an HF folder for everybody, and the exact state for going on."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+
+from areal.errors import JournalError
+
+MODEL_FOLDER = "model"
+STATE_FILE = "trainer.pt"
+
+
+def load_tokenizer(path: str) -> PreTrainedTokenizerBase | None:
+    """Return the tokenizer of a model folder or hub id, or None when it has none."""
+    try:
+        return AutoTokenizer.from_pretrained(path, local_files_only=Path(path).is_dir())
+    except (OSError, ValueError, KeyError):
+        return None
+
+
+def save_model(
+    module: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None, dtype: torch.dtype, folder: Path
+) -> None:
+    """Write the HF folder `folder` with weights cast to `dtype`; it appears whole or not at all."""
+
+    def write(unfinished: Path) -> None:
+        weights = {
+            name: tensor.to(dtype) if tensor.is_floating_point() else tensor
+            for name, tensor in module.state_dict().items()
+        }
+        module.save_pretrained(unfinished, state_dict=weights)
+        # save_pretrained notes the dtype of the module, not of what it wrote.
+        written, module.config.dtype = module.config.dtype, dtype
+        module.config.save_pretrained(unfinished)
+        module.config.dtype = written
+        if tokenizer is not None:
+            tokenizer.save_pretrained(unfinished)
+
+    _replace_folder(folder, write)
+
+
+def save_state(state: dict[str, Any], path: Path) -> None:
+    """Write `state` (tensors and plain values) to the file `path`; it appears whole or not at all."""
+    unfinished = path.with_name(f"{path.name}.tmp")
+    torch.save(state, unfinished)
+    _sync(unfinished)
+    unfinished.replace(path)
+    _sync(path.parent)
+
+
+def load_state(path: Path, device: torch.device) -> dict[str, Any]:
+    """Return what `save_state` wrote, its tensors on `device`; JournalError when it cannot be read."""
+    if not path.is_file():
+        raise JournalError(f"{str(path.parent)!r} is not a checkpoint of the backend 'torch': it has no {path.name}")
+    try:
+        return torch.load(path, map_location=device, weights_only=True)
+    except Exception as error:  # torch.load raises whatever its unpickler meets
+        raise JournalError(f"{str(path)!r} cannot be read ({error}); go on from an older checkpoint") from error
+
+
+def random_state(device: torch.device) -> dict[str, torch.Tensor]:
+    """Return the state of torch's random numbers on the CPU and on `device`."""
+    state = {"cpu": torch.get_rng_state()}
+    if device.type != "cpu":
+        state["device"] = torch.get_device_module(device).get_rng_state()
+    return state
+
+
+def set_random_state(state: dict[str, torch.Tensor], device: torch.device) -> None:
+    torch.set_rng_state(state["cpu"].cpu())
+    if "device" in state and device.type != "cpu":
+        torch.get_device_module(device).set_rng_state(state["device"].cpu())
+
+
+def _replace_folder(folder: Path, write: Callable[[Path], None]) -> None:
+    unfinished, old = (folder.with_name(f".{folder.name}.{word}") for word in ("new", "old"))
+    for leftover in (unfinished, old):
+        shutil.rmtree(leftover, ignore_errors=True)
+    unfinished.mkdir(parents=True)
+    write(unfinished)
+    for file in unfinished.iterdir():
+        _sync(file)
+    _sync(unfinished)
+    if folder.exists():
+        folder.rename(old)
+    unfinished.rename(folder)
+    _sync(folder.parent)
+    shutil.rmtree(old, ignore_errors=True)
+
+
+def _sync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,1 @@
+"""Builtin places where metrics go: a JSONL file, TensorBoard, Weights & Biases."""

@@ -1,0 +1,1 @@
+"""The builtin inference engine: continuous batching on any Hugging Face causal language model."""

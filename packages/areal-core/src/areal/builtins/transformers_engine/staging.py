@@ -1,0 +1,148 @@
+"""The receiving end of a weight update: tensors arrive beside the running weights, are checked, and wait for commit."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from areal.contracts.messages import Version
+from areal.contracts.resharder import Receiver
+from areal.contracts.transfer import Receipt, Transfer, checksum
+from areal.errors import TransferFailed
+
+_GRACE_S = 2.0
+"""A receiver keeps the deadline itself and says why it failed; only one that does not is cut off after this."""
+
+
+class Staging:
+    """Invariant: what `take` returns is complete, and was received for exactly that version.
+
+    At most one receiver is open. It belongs to the plan with its uid; another plan closes it.
+    """
+
+    def __init__(self, name: str, parameters: Mapping[str, Tensor]) -> None:
+        self._name = name
+        self._parameters = parameters
+        self._staged: dict[str, Tensor] = {}
+        self._version: Version | None = None
+        self._attempt = object()
+        self._receiver: Receiver | None = None
+        self._uid = ""
+        self._lock = threading.Lock()
+
+    async def stage(self, transfer: Transfer) -> Receipt:
+        """Receive all tensors in a thread, so that generation goes on; TransferFailed leaves nothing staged."""
+        self.drop()
+        attempt = self._attempt
+        started = time.monotonic()
+        try:
+            async with asyncio.timeout(transfer.deadline_s + _GRACE_S):
+                staged, checksums = await asyncio.to_thread(self._receive, transfer, attempt)
+        except TimeoutError:
+            self.close()
+            raise TransferFailed(
+                f"engine {self._name!r} did not receive version {transfer.version} within {transfer.deadline_s:g} s"
+            ) from None
+        if attempt is not self._attempt:
+            raise TransferFailed(f"engine {self._name!r} was told to forget version {transfer.version} meanwhile")
+        self._staged, self._version = staged, transfer.version
+        num_bytes = sum(tensor.nbytes for tensor in staged.values())
+        return Receipt(
+            version=transfer.version,
+            checksums=checksums,
+            num_bytes=num_bytes,
+            seconds=time.monotonic() - started,
+        )
+
+    def take(self, version: Version) -> dict[str, Tensor]:
+        """Return the staged tensors of `version` and forget them; TransferFailed if that is not what is staged."""
+        if version != self._version:
+            there = "nothing" if self._version is None else f"version {self._version}"
+            raise TransferFailed(f"engine {self._name!r} cannot commit version {version}: {there} is staged")
+        staged = self._staged
+        self.drop()
+        return staged
+
+    def drop(self) -> None:
+        """Forget what is staged or on its way."""
+        self._attempt = object()
+        self._staged, self._version = {}, None
+
+    def close(self) -> None:
+        """Forget everything and close the receiver."""
+        self.drop()
+        receiver, self._receiver, self._uid = self._receiver, None, ""
+        if receiver is not None:
+            receiver.close()
+
+    def _receive(self, transfer: Transfer, attempt: object) -> tuple[dict[str, Tensor], dict[str, int]]:
+        end = time.monotonic() + transfer.deadline_s
+        if not self._lock.acquire(timeout=transfer.deadline_s):
+            raise TransferFailed(f"engine {self._name!r} is still busy with an earlier transfer")
+        try:
+            return self._collect(transfer, attempt, end)
+        except TransferFailed:
+            raise
+        except Exception as error:
+            raise TransferFailed(
+                f"engine {self._name!r} could not receive version {transfer.version}: {type(error).__name__}: {error}"
+            ) from error
+        finally:
+            self._lock.release()
+
+    def _collect(self, transfer: Transfer, attempt: object, end: float) -> tuple[dict[str, Tensor], dict[str, int]]:
+        staged: dict[str, Tensor] = {}
+        checksums: dict[str, int] = {}
+        owners: dict[int, str] = {}
+        receiver = self._receiver_of(transfer)
+        for name, tensor in receiver.receive(transfer.version, end - time.monotonic()):
+            parameter = self._check(name, tensor)
+            if attempt is not self._attempt or time.monotonic() > end:
+                raise TransferFailed(f"engine {self._name!r} gave up version {transfer.version} before it was whole")
+            checksums[name] = checksum(tensor)
+            first = owners.setdefault(id(parameter), name)
+            if checksums[first] != checksums[name]:
+                raise TransferFailed(f"{first!r} and {name!r} are one tied parameter here but arrived with two values")
+            # A copy: the receiver may use its memory again.
+            staged[first] = tensor.to(parameter.device, copy=True)
+        missing = {id(parameter): name for name, parameter in self._parameters.items() if id(parameter) not in owners}
+        if missing:
+            names = sorted(missing.values())
+            more = f" and {len(names) - 1} more" if len(names) > 1 else ""
+            raise TransferFailed(f"version {transfer.version} arrived without {names[0]!r}{more}")
+        return staged, checksums
+
+    def _check(self, name: str, tensor: Tensor) -> Tensor:
+        parameter = self._parameters.get(name)
+        if parameter is None:
+            raise TransferFailed(f"engine {self._name!r} has no parameter {name!r}")
+        if tensor.shape != parameter.shape:
+            raise TransferFailed(f"{name!r} arrived as {_shape(tensor)}, engine {self._name!r} holds {_shape(parameter)}")
+        if tensor.dtype != parameter.dtype:
+            raise TransferFailed(f"{name!r} arrived as {tensor.dtype}, engine {self._name!r} holds {parameter.dtype}")
+        return parameter
+
+    def _receiver_of(self, transfer: Transfer) -> Receiver:
+        if self._receiver is None or self._uid != transfer.plan.uid:
+            receiver, self._receiver, self._uid = self._receiver, None, ""
+            if receiver is not None:
+                receiver.close()
+            resharder = transfer.resharder.load()(transfer.options, "")
+            self._receiver, self._uid = resharder.receiver(transfer.plan, transfer.member), transfer.plan.uid
+        return self._receiver
+
+
+def commit(parameters: Mapping[str, Tensor], staged: Mapping[str, Tensor]) -> None:
+    """Copy staged tensors into the parameters in place, so that whoever holds a parameter sees the new weights."""
+    with torch.no_grad():
+        for name, tensor in staged.items():
+            parameters[name].copy_(tensor)
+
+
+def _shape(tensor: Tensor) -> str:
+    return str(list(tensor.shape))

@@ -1,0 +1,31 @@
+"""The arguments of every command that reads a recipe."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import rich_click as click
+
+_SELECTIONS = {
+    "engine": "Inference engine, instead of the recipe's.",
+    "backend": "Training backend, instead of the recipe's.",
+    "device": "Accelerator, instead of the recipe's.",
+    "reshard": "Way of the weights to the engines, instead of the recipe's.",
+    "cluster": "Where workers run, instead of the recipe's.",
+}
+
+
+def recipe_arguments(command: Callable[..., Any]) -> Callable[..., Any]:
+    """Add ``[RECIPE] [key.sub=value ...]`` as `arguments` and the component options, each under its own name.
+
+    Selecting another component than the recipe's drops the recipe's options for the old one (`load_recipe`).
+    """
+    for name, meaning in reversed(_SELECTIONS.items()):
+        command = click.option(f"--{name}", metavar="NAME", help=meaning)(command)
+    return click.argument("arguments", nargs=-1, metavar="[RECIPE] [KEY.SUB=VALUE]...")(command)
+
+
+def given(selections: dict[str, str | None]) -> dict[str, str]:
+    """Return the selections that the user made."""
+    return {name: value for name, value in selections.items() if value is not None}

@@ -1,0 +1,16 @@
+"""`areal resume`: go on after Ctrl-C, a crash or a kill."""
+
+from __future__ import annotations
+
+import rich_click as click
+
+
+@click.command("resume")
+@click.argument("run", default="latest")
+@click.option("--runs-dir", default="runs", show_default=True, metavar="FOLDER", help="Where RUN is looked for.")
+@click.option("--block", metavar="NAME", multiple=True, help="Do not load this plugin; may be given often.")
+def command(run: str, runs_dir: str, block: tuple[str, ...]) -> None:
+    """Go on with RUN (a folder, or its name) from its last checkpoint; without a name, with the latest run."""
+    from areal.app import resume
+
+    resume(run, runs_dir=runs_dir, block=block)

@@ -1,0 +1,137 @@
+"""The inside of a worker process: makes the component, runs its methods, gathers results for each caller.
+
+Calls and results travel in batches, one message per turn of the event loop instead of one per call: a rollout of
+a tiny model makes thousands of calls a second, and Ray's own price is about half a millisecond each. Each call's
+arguments and each result are pickled on their own: one that cannot travel fails its own call and no other.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import os
+import pickle
+import sys
+import traceback
+from collections import defaultdict
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from typing import Any, Literal
+
+from areal import env
+from areal.contracts.cluster import WorkerSpec
+from areal.contracts.component import import_object
+from areal.errors import ArealError, WorkerFailed
+
+Call = tuple[int, str, bytes]
+"""(call id, method, pickled tuple of arguments)"""
+Kind = Literal["value", "item", "error"]
+Result = tuple[int, Kind, bytes]
+"""(call id, what it is, pickled value): ``item`` is one of a stream, the other two end the call"""
+
+CANCEL = "__cancel__"
+"""Method name by which a caller takes back the call of the same id."""
+
+
+class Outbox:
+    """Results for one caller. Invariant: a result leaves exactly once, in the order in which it was put."""
+
+    def __init__(self) -> None:
+        self._results: list[Result] = []
+        self._filled = asyncio.Event()
+
+    def put(self, result: Result) -> None:
+        self._results.append(result)
+        self._filled.set()
+
+    async def take(self) -> list[Result]:
+        await self._filled.wait()
+        self._filled.clear()
+        results, self._results = self._results, []
+        return results
+
+
+class Host:
+    """A worker's process. Invariant: every accepted call puts exactly one ``value`` or ``error`` in its outbox.
+
+    Async methods run on the event loop; sync methods run one after the other in one thread, so that the process
+    goes on answering while a training step computes.
+    """
+
+    def __init__(self, spec: WorkerSpec, log_file: str) -> None:
+        _redirect_output(log_file)
+        env.apply(spec.environment)
+        self._spec = spec
+        self._worker: Any = None
+        self._outboxes: dict[str, Outbox] = defaultdict(Outbox)
+        self._running: dict[tuple[str, int], asyncio.Task[None]] = {}
+        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix=spec.name)
+
+    async def build(self) -> str:
+        """Make the component; return what went wrong in one line, or an empty string."""
+        try:
+            self._worker = import_object(self._spec.factory)(*self._spec.args)
+        except ArealError as error:
+            return str(error)
+        except Exception as error:
+            traceback.print_exc()
+            return f"{type(error).__name__}: {error}"
+        return ""
+
+    async def submit(self, caller: str, calls: list[Call]) -> None:
+        for call_id, method, arguments in calls:
+            if method == CANCEL:
+                if task := self._running.get((caller, call_id)):
+                    task.cancel()
+                continue
+            task = asyncio.create_task(self._run(caller, call_id, method, arguments))
+            self._running[caller, call_id] = task
+
+    async def collect(self, caller: str) -> list[Result]:
+        """Wait for results of this caller's calls and return all that are there."""
+        return await self._outboxes[caller].take()
+
+    async def lifeline(self) -> None:
+        """Never return: whoever waits for it learns at once that this process died."""
+        await asyncio.Event().wait()
+
+    async def _run(self, caller: str, call_id: int, method: str, arguments: bytes) -> None:
+        outbox = self._outboxes[caller]
+        try:
+            function, args = getattr(self._worker, method), pickle.loads(arguments)
+            if inspect.isasyncgenfunction(function):
+                async for item in function(*args):
+                    outbox.put((call_id, "item", pickle.dumps(item)))
+                value = None
+            elif inspect.iscoroutinefunction(function):
+                value = await function(*args)
+            else:
+                value = await asyncio.get_running_loop().run_in_executor(self._thread, function, *args)
+            outbox.put((call_id, "value", pickle.dumps(value)))
+        except BaseException as error:
+            outbox.put((call_id, "error", self._pickled_error(method, error)))
+        finally:
+            self._running.pop((caller, call_id), None)
+
+    def _pickled_error(self, method: str, error: BaseException) -> bytes:
+        """Return an ArealError as it is and anything else as one sentence; its traceback goes to this worker's log."""
+        if isinstance(error, ArealError):
+            with suppress(Exception):  # a plugin's own class may not survive the journey
+                travelled = pickle.dumps(error)
+                pickle.loads(travelled)
+                return travelled
+        if not isinstance(error, asyncio.CancelledError):
+            traceback.print_exception(error)
+        return pickle.dumps(WorkerFailed(f"{self._spec.name} failed in {method!r}: {type(error).__name__}: {error}"))
+
+
+def _redirect_output(log_file: str) -> None:
+    """Send stdout and stderr, and those of libraries written in C, to the worker's own log file."""
+    if not log_file:
+        return
+    descriptor = os.open(log_file, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os.dup2(descriptor, 1)
+    os.dup2(descriptor, 2)
+    os.close(descriptor)

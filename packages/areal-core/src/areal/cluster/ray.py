@@ -1,0 +1,257 @@
+"""Every worker a Ray actor, on one machine or many; restarts and retries are the controller's, never Ray's."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import logging
+import os
+import re
+from collections import deque
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import ray
+from pydantic import Field
+from ray.exceptions import RayError
+
+from areal import env
+from areal.cluster.host import CANCEL, Call, Host, Result
+from areal.contracts.cluster import WorkerDeath, WorkerSpec
+from areal.contracts.options import Options
+from areal.errors import ArealError, WorkerDied, WorkerFailed
+
+LOG_TAIL_LINES = 30
+SPAWN_DEADLINE_S = 300.0
+"""A worker imports torch and its engine while others do the same on a small machine."""
+
+
+class RayOptions(Options):
+    """Invariant: without an address a cluster is made for this run and ends with it."""
+
+    address: str = ""
+    """Head of an existing Ray cluster, or ``auto``; empty starts one on this machine."""
+    object_store_mb: int = Field(default=128, ge=80)
+    """Shared memory of a cluster started here; messages between stages are small."""
+
+
+class RayHandle:
+    """A worker that is a Ray actor. Invariant: each open call ends when its result, its deadline or the death comes.
+
+    It can be sent to other workers, where it opens a mailbox of its own.
+    """
+
+    def __init__(self, name: str, actor: Any, log_file: str) -> None:
+        self.name = name
+        self._actor = actor
+        self._log_file = log_file
+        self._caller = f"{os.getpid()}-{id(self)}"
+        self._ids = itertools.count()
+        self._open: dict[int, asyncio.Queue[Result]] = {}
+        self._outgoing: list[Call] = []
+        self._collector: asyncio.Task[None] | None = None
+        self._death: WorkerDied | None = None
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return RayHandle, (self.name, self._actor, self._log_file)
+
+    async def call(self, method: str, *args: Any, deadline_s: float | None = None) -> Any:
+        call_id, results = self._send(method, args)
+        try:
+            async with asyncio.timeout(deadline_s):
+                _, kind, value = await results.get()
+        except TimeoutError:
+            self._cancel(call_id)
+            raise WorkerFailed(f"{self.name} did not answer {method!r} within {deadline_s:g} s") from None
+        except asyncio.CancelledError:
+            self._cancel(call_id)
+            raise
+        finally:
+            self._open.pop(call_id, None)
+        if kind == "error":
+            raise self._failure(method, value)
+        return value
+
+    async def stream(self, method: str, *args: Any) -> AsyncIterator[Any]:
+        call_id, results = self._send(method, args)
+        ended = False
+        try:
+            while True:
+                _, kind, value = await results.get()
+                ended = kind != "item"
+                if kind == "error":
+                    raise self._failure(method, value)
+                if kind == "value":
+                    return
+                yield value
+        finally:
+            self._open.pop(call_id, None)
+            if not ended:
+                self._cancel(call_id)
+
+    async def kill(self) -> None:
+        self._death = WorkerDied(f"{self.name} was ended by the controller")
+        ray.kill(self._actor, no_restart=True)
+        self._fail_open(self._death)
+
+    def _failure(self, method: str, error: BaseException) -> BaseException:
+        if isinstance(error, ArealError | asyncio.CancelledError):
+            return error
+        return WorkerFailed(f"{self.name} failed in {method!r}: {type(error).__name__}: {error}")
+
+    def _send(self, method: str, args: tuple[Any, ...]) -> tuple[int, asyncio.Queue[Result]]:
+        if self._death is not None:
+            raise self._death
+        call_id = next(self._ids)
+        results: asyncio.Queue[Result] = asyncio.Queue()
+        self._open[call_id] = results
+        self._post((call_id, method, args))
+        if self._collector is None or self._collector.done():
+            self._collector = asyncio.create_task(self._collect())
+        return call_id, results
+
+    def _post(self, call: Call) -> None:
+        if not self._outgoing:
+            asyncio.get_running_loop().call_soon(self._flush)
+        self._outgoing.append(call)
+
+    def _flush(self) -> None:
+        calls, self._outgoing = self._outgoing, []
+        # Errors of the submission itself reach the open calls through the collector.
+        self._actor.submit.remote(self._caller, calls)
+
+    def _cancel(self, call_id: int) -> None:
+        self._post((call_id, CANCEL, (call_id,)))
+
+    async def _collect(self) -> None:
+        try:
+            while self._open:
+                for result in await self._actor.collect.remote(self._caller):
+                    if waiting := self._open.get(result[0]):
+                        waiting.put_nowait(result)
+                # Let the callers take what came before asking whether anybody still waits.
+                await asyncio.sleep(0)
+        except RayError as error:
+            self._death = self._death or WorkerDied(f"{self.name} died: {death_reason(error, self._log_file)}")
+            self._fail_open(self._death)
+
+    def _fail_open(self, death: WorkerDied) -> None:
+        for call_id, waiting in self._open.items():
+            waiting.put_nowait((call_id, "error", death))
+
+
+class RayCluster:
+    """Cluster ``ray``. Invariant: every death is reported once, with the log's last lines."""
+
+    def __init__(self, options: RayOptions, run_dir: str) -> None:
+        self._options = options
+        self._log_dir = Path(run_dir) / "logs"
+        self._log_dir.mkdir(parents=True, exist_ok=True)
+        self._handles: dict[str, RayHandle] = {}
+        self._lifelines: dict[str, asyncio.Task[None]] = {}
+        self._deaths: asyncio.Queue[WorkerDeath] = asyncio.Queue()
+
+    async def start(self) -> None:
+        """Connect to Ray, or start it on this machine; WorkerFailed in one sentence."""
+        logging.getLogger("ray").setLevel(logging.ERROR)
+        env.setdefault({"RAY_USAGE_STATS_ENABLED": "0", "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0"})
+        try:
+            # In the main thread: Ray's processes end when the thread that started them ends.
+            self._connect()
+        except (ConnectionError, RuntimeError, RayError, ValueError, TimeoutError) as error:
+            where = self._options.address or "this machine"
+            raise WorkerFailed(f"Ray could not be started on {where}: {error}") from error
+
+    def _connect(self) -> None:
+        common: dict[str, Any] = {"log_to_driver": False, "configure_logging": False, "logging_level": logging.ERROR}
+        if self._options.address:
+            ray.init(address=self._options.address, **common)
+        else:
+            ray.init(
+                num_cpus=os.cpu_count() or 1,
+                resources={"train": 1024, "infer": 1024},
+                include_dashboard=False,
+                object_store_memory=self._options.object_store_mb << 20,
+                _node_ip_address="127.0.0.1",
+                **common,
+            )
+
+    async def spawn(self, spec: WorkerSpec) -> RayHandle:
+        self._check_resources(spec)
+        log_file = str(self._log_dir / f"{spec.name}.log") if not self._options.address else ""
+        wanted = dict(spec.resources)
+        num_gpus = wanted.pop("GPU", 0)
+        remote_host: Any = ray.remote(Host)
+        actor = remote_host.options(
+            num_cpus=wanted.pop("CPU", 0),
+            num_gpus=num_gpus,
+            resources=wanted,
+            max_restarts=0,
+            max_task_retries=0,
+            max_concurrency=1000,
+        ).remote(spec, log_file)
+        try:
+            problem: str = await asyncio.wait_for(actor.build.remote(), SPAWN_DEADLINE_S)
+        except TimeoutError:
+            problem = f"it was not ready within {SPAWN_DEADLINE_S:g} s, its log is {log_file}"
+        except RayError as error:
+            problem = death_reason(error, log_file)
+        if problem:
+            ray.kill(actor)
+            raise WorkerFailed(f"{spec.name} did not start: {problem}")
+        handle = RayHandle(spec.name, actor, log_file)
+        self._handles[spec.name] = handle
+        self._lifelines[spec.name] = asyncio.create_task(self._hold_lifeline(handle, actor))
+        return handle
+
+    def _check_resources(self, spec: WorkerSpec) -> None:
+        # Ray queues an infeasible actor for ever without a word.
+        there = ray.cluster_resources()
+        for name, wanted in spec.resources.items():
+            if wanted > there.get(name, 0):
+                raise WorkerFailed(
+                    f"{spec.name} needs {wanted:g} {name!r}, and the Ray cluster has {there.get(name, 0):g}; "
+                    f"start a node with it (ray start --resources='{{\"{name}\": {wanted:g}}}') or change 'resources'"
+                )
+
+    async def _hold_lifeline(self, handle: RayHandle, actor: Any) -> None:
+        try:
+            await actor.lifeline.remote()
+        except RayError as error:
+            self._handles.pop(handle.name, None)
+            reason = death_reason(error, handle._log_file)
+            handle._death = handle._death or WorkerDied(f"{handle.name} died: {reason}")
+            handle._fail_open(handle._death)
+            self._deaths.put_nowait(WorkerDeath(name=handle.name, reason=reason))
+
+    async def watch(self) -> AsyncIterator[WorkerDeath]:
+        while True:
+            yield await self._deaths.get()
+
+    async def close(self) -> None:
+        for task in self._lifelines.values():
+            task.cancel()
+        await asyncio.gather(*self._lifelines.values(), return_exceptions=True)
+        for handle in list(self._handles.values()):
+            await handle.kill()
+        await asyncio.to_thread(ray.shutdown)
+
+
+def death_reason(error: RayError, log_file: str) -> str:
+    """Return why an actor died: Ray's exit type and detail without its advice, and the log's last lines."""
+    said = " ".join(str(error).split())
+    found = re.search(r"Worker exit type: (\w+) Worker exit detail: (.*?)(?= Some common causes|$)", said)
+    reason = f"{found[1]}, {found[2].rstrip('.')}" if found else said
+    tail = _tail(log_file)
+    return f"{reason}; its log ends with:\n{tail}" if tail else reason
+
+
+def _tail(log_file: str) -> str:
+    if not log_file:
+        return ""
+    try:
+        with Path(log_file).open(errors="replace") as lines:
+            return "".join(deque(lines, maxlen=LOG_TAIL_LINES)).rstrip()
+    except OSError:
+        return ""

@@ -1,0 +1,157 @@
+"""The replay buffer: finished groups between rollout and trainer, with the staleness law at its door."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+from areal.contracts.messages import Group, Prompt, Trajectory, Version
+from areal.errors import JournalError
+from areal.flow.buffer.journal import Issued, Journal
+
+OnExcess = Literal["drop", "mask", "allow"]
+
+
+def staleness(group: Group, version: Version) -> int:
+    """Return consumer's version minus the version of the group's oldest sampled token, at least 0.
+
+    After a resume, finished samples may be newer than the restored weights; they count as fresh.
+    """
+    oldest = [t.min_version for t in group.trajectories if t.min_version is not None]
+    return max(0, version - min(oldest)) if oldest else 0
+
+
+@dataclass(slots=True)
+class _Gathering:
+    """A group on its way. Invariant: `trajectories` has at most one entry a sample."""
+
+    issued: Issued
+    prompt: Prompt | None = None
+    trajectories: dict[int, Trajectory] = field(default_factory=dict[int, Trajectory])
+
+    @property
+    def complete(self) -> bool:
+        return self.prompt is not None and len(self.trajectories) == self.issued.num_samples
+
+
+class ReplayBuffer:
+    """Invariant: a group is handed out at most once, only after the journal has all of it, oldest first.
+
+    With ``on_excess`` drop, no group handed out exceeds the bound: it is journalled as stale and counted instead.
+    """
+
+    def __init__(self, journal: Journal, *, max_staleness: int, on_excess: OnExcess) -> None:
+        self._journal = journal
+        self._max_staleness = max_staleness
+        self._on_excess: OnExcess = on_excess
+        self._gathering: dict[int, _Gathering] = {}
+        self._ready: dict[int, Group] = {}
+        self._arrived: list[tuple[int, Prompt | Trajectory]] = []
+        self._changed = asyncio.Event()
+        self._failure: JournalError | None = None
+        self.num_stale_dropped = 0
+
+    def expect(self, groups: Sequence[Issued]) -> None:
+        """Journal that these groups were handed out; their trajectories may arrive from now on."""
+        self._journal.issued(groups)
+        self._gathering |= {issued.number: _Gathering(issued) for issued in groups}
+
+    def restore(self, complete: Sequence[Group], unfinished: Sequence[Issued]) -> None:
+        """Take over what an earlier controller left: nothing here is journalled anew."""
+        self._ready |= {group.number: group for group in complete}
+        for issued in unfinished:
+            known = {t.sample: t for t in self._journal.trajectories(issued.number)}
+            self._gathering[issued.number] = _Gathering(issued, trajectories=known)
+        self._changed.set()
+
+    def put(self, number: int, part: Prompt | Trajectory) -> None:
+        """Take a prompt or a trajectory of a group; it counts once `flush` has written it."""
+        if not self._arrived:
+            asyncio.get_running_loop().call_soon(self._flush_soon)
+        self._arrived.append((number, part))
+
+    def _flush_soon(self) -> None:
+        try:
+            self.flush()
+        except JournalError as error:
+            # Nobody hears what the event loop calls; whoever waits for the data does.
+            self._failure = error
+            self._changed.set()
+
+    def flush(self) -> None:
+        """Journal everything that arrived in one transaction, then make complete groups ready."""
+        arrived, self._arrived = self._arrived, []
+        if not arrived:
+            return
+        self._journal.finished(
+            [(number, part) for number, part in arrived if isinstance(part, Prompt)],
+            [part for _, part in arrived if isinstance(part, Trajectory)],
+        )
+        for number, part in arrived:
+            self._accept(number, part)
+        self._changed.set()
+
+    def _accept(self, number: int, part: Prompt | Trajectory) -> None:
+        gathering = self._gathering.get(number)
+        if gathering is None:
+            return  # a second copy of something finished long ago; the journal ignored it too
+        if isinstance(part, Prompt):
+            gathering.prompt = part
+        else:
+            gathering.trajectories.setdefault(part.sample, part)
+        if gathering.complete and gathering.prompt is not None:
+            del self._gathering[number]
+            ordered = tuple(gathering.trajectories[sample] for sample in sorted(gathering.trajectories))
+            self._ready[number] = Group(number=number, prompt=gathering.prompt, trajectories=ordered)
+
+    def missing(self, number: int) -> tuple[int, ...]:
+        """Return the samples of an unfinished group that have not arrived; empty for a finished one."""
+        gathering = self._gathering.get(number)
+        if gathering is None:
+            return ()
+        there = {part.sample for n, part in self._arrived if n == number and isinstance(part, Trajectory)}
+        there |= gathering.trajectories.keys()
+        return tuple(sample for sample in range(gathering.issued.num_samples) if sample not in there)
+
+    @property
+    def num_ready(self) -> int:
+        return len(self._ready)
+
+    @property
+    def num_gathering(self) -> int:
+        return len(self._gathering)
+
+    def wake(self) -> None:
+        """End the current wait of `changed` although nothing arrived."""
+        self._changed.set()
+
+    async def changed(self) -> None:
+        """Return after something arrived that was not there at the last call, or after `wake`.
+
+        Raises JournalError when what arrived could not be written.
+        """
+        await self._changed.wait()
+        self._changed.clear()
+        if self._failure is not None:
+            raise self._failure
+
+    def take(self, num_groups: int, version: Version, step: int) -> list[Group] | None:
+        """Return the oldest `num_groups` for `step` on weights `version`, or None while there are not enough.
+
+        Stale groups leave here under ``drop``, whether or not the rest suffices.
+        """
+        if self._on_excess == "drop":
+            self._drop_stale(version, step)
+        if len(self._ready) < num_groups:
+            return None
+        return [self._ready.pop(number) for number in sorted(self._ready)[:num_groups]]
+
+    def _drop_stale(self, version: Version, step: int) -> None:
+        stale = [n for n, group in self._ready.items() if staleness(group, version) > self._max_staleness]
+        if stale:
+            self._journal.dropped(stale, step, "stale")
+            for number in stale:
+                del self._ready[number]
+            self.num_stale_dropped += len(stale)

@@ -1,0 +1,63 @@
+"""Trajectories as JSON: readable with any SQLite shell, and floats come back bit for bit (repr round-trips)."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from areal.contracts.messages import Completion, Outcome, Prompt, Trajectory
+
+
+def encode_prompt(prompt: Prompt) -> str:
+    return json.dumps(
+        {
+            "environment": prompt.environment,
+            "index": prompt.index,
+            "messages": [dict(message) for message in prompt.messages],
+            "answer": prompt.answer,
+            "metadata": dict(prompt.metadata),
+        }
+    )
+
+
+def decode_prompt(text: str) -> Prompt:
+    fields: dict[str, Any] = json.loads(text)
+    fields["messages"] = tuple(fields["messages"])
+    return Prompt(**fields)
+
+
+def encode_trajectory(trajectory: Trajectory) -> str:
+    outcome = trajectory.outcome
+    return json.dumps(
+        {
+            "turns": [
+                {
+                    "uid": turn.uid,
+                    "prompt_ids": turn.prompt_ids,
+                    "token_ids": turn.token_ids,
+                    "logprobs": turn.logprobs,
+                    "versions": turn.versions,
+                    "finish_reason": turn.finish_reason,
+                }
+                for turn in trajectory.turns
+            ],
+            "outcome": {
+                "status": outcome.status,
+                "reward": outcome.reward,
+                "detail": outcome.detail,
+                "metrics": dict(outcome.metrics),
+            },
+        }
+    )
+
+
+def decode_trajectory(group: int, sample: int, text: str) -> Trajectory:
+    fields: dict[str, Any] = json.loads(text)
+    turns = tuple(_decode_turn(turn) for turn in fields["turns"])
+    return Trajectory(group=group, sample=sample, turns=turns, outcome=Outcome(**fields["outcome"]))
+
+
+def _decode_turn(fields: dict[str, Any]) -> Completion:
+    for name in ("prompt_ids", "token_ids", "logprobs", "versions"):
+        fields[name] = tuple(fields[name])
+    return Completion(**fields)

@@ -1,0 +1,1 @@
+"""The fleet: engine replicas that start, serve, die and are replaced."""

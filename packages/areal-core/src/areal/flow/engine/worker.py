@@ -1,0 +1,44 @@
+"""An engine's process: the plugins' announcement first, the engine's library second."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from areal.contracts.component import Component, import_object
+from areal.contracts.engine import Engine, PauseMode, ReportsLoad
+from areal.contracts.messages import Completion, GenerateRequest
+from areal.contracts.specs import EngineContext
+from areal.contracts.transfer import Layout, Receipt, Transfer
+
+
+class EngineWorker:
+    """Invariant: `prepare` ran in this process before the engine's module was imported."""
+
+    def __init__(
+        self, component: Component, options: Any, context: EngineContext, prepare: str, blocked: Sequence[str]
+    ) -> None:
+        # The composition root names the function that announces the process to plugins; flow knows no plugins.
+        import_object(prepare)(component.name, blocked)
+        self._engine: Engine = component.load()(options, context)
+
+    async def start(self) -> Layout:
+        return await self._engine.start()
+
+    async def generate(self, request: GenerateRequest) -> Completion:
+        return await self._engine.generate(request)
+
+    async def pause(self, mode: PauseMode = "keep") -> None:
+        await self._engine.pause(mode)
+
+    async def resume(self) -> None:
+        await self._engine.resume()
+
+    async def receive(self, transfer: Transfer) -> Receipt:
+        return await self._engine.receive(transfer)
+
+    async def load(self) -> dict[str, float]:
+        return self._engine.load() if isinstance(self._engine, ReportsLoad) else {}
+
+    async def close(self) -> None:
+        await self._engine.close()

@@ -1,0 +1,348 @@
+"""The circle, and the only file that knows all stages.
+
+    prompts ──► rollout ──► buffer ──► trainer ──► weights ──► engine
+       ▲           │                                             │
+       │           └───────────── generate ──────────────────────┘
+       └── slots, freed by each published version
+
+issue_forever    Pacing.take ─► Mixture.next ─► ReplayBuffer.expect ─► Crew.run ─► ReplayBuffer.put ─► journal
+train_forever    ReplayBuffer.take ─► TrainerWorker.train ─► Publisher.stage ─► Staged.commit (beside the next step)
+watch_forever    Cluster.watch ─► Fleet.lost / Crew.lost ─► replacement
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from areal.contracts.cluster import Cluster, Handle
+from areal.contracts.messages import Group, Prompt, StepReport, Version
+from areal.errors import TransferFailed, WorkerFailed
+from areal.flow.buffer.buffer import OnExcess, ReplayBuffer, staleness
+from areal.flow.buffer.journal import Issued, Journal
+from areal.flow.engine.fleet import Fleet
+from areal.flow.prompts.mixture import Mixture
+from areal.flow.prompts.pacing import Pacing
+from areal.flow.rollout.budget import FailureBudget
+from areal.flow.rollout.crew import Crew
+from areal.flow.rollout.evaluate import evaluate, test_prompts
+from areal.flow.rollout.worker import GroupRequest
+from areal.flow.trainer.metrics import summarise
+from areal.flow.trainer.worker import TrainRequest
+from areal.flow.weights.publisher import Publisher, Staged, Target
+
+PUBLISH_ATTEMPTS = 5
+PUBLISH_PAUSE_S = 1.0
+"""A cluster notices a death within about two seconds."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoopSettings:
+    """Invariant: with the same settings and seed an inline run is the same run, bit for bit."""
+
+    batch_size: int
+    """Groups per training step."""
+    group_size: int
+    """Samples per group."""
+    max_steps: int
+    max_staleness: int
+    on_excess: OnExcess
+    quiet_time_s: float
+    """Longest wait for a batch without anything arriving before the run ends and says who it waited for."""
+    evaluate_every: int
+    """Steps between evaluations; 0: never."""
+    evaluation_prompts: int
+    checkpoint_every: int
+    """Steps between checkpoints; 0: only the last."""
+
+
+class Observer(Protocol):
+    """Whoever watches the run. Invariant: no call waits."""
+
+    def step_finished(self, report: StepReport) -> None: ...
+
+    def evaluated(self, step: int, metrics: Mapping[str, float]) -> None: ...
+
+    def weights_published(self, version: Version) -> None: ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Stages:
+    """What the loop connects. Invariant: each stage knows none of the others."""
+
+    cluster: Cluster
+    trainer: Handle
+    fleet: Fleet
+    crew: Crew
+    mixture: Mixture
+    pacing: Pacing
+    buffer: ReplayBuffer
+    journal: Journal
+    publisher: Publisher
+    budget: FailureBudget
+
+
+class Loop:
+    """Invariant: at any moment every issued group is running, in the buffer, or journalled as consumed."""
+
+    def __init__(
+        self,
+        settings: LoopSettings,
+        stages: Stages,
+        checkpoint: Callable[[int], Awaitable[object]],
+        observer: Observer,
+        first_step: int,
+    ) -> None:
+        self._settings = settings
+        self._stages = stages
+        self._checkpoint = checkpoint
+        self._observer = observer
+        self._step = first_step
+        self._tasks: set[asyncio.Task[Any]] = set()
+        self._failure: asyncio.Future[None] | None = None
+        self._committing: asyncio.Task[None] | None = None
+        self._evaluating: asyncio.Task[None] | None = None
+        self._extra: dict[str, float] = {}
+        self._stopping = False
+
+    def stop(self) -> None:
+        """Finish the step that runs, then end as after the last step."""
+        self._stopping = True
+        self._stages.buffer.wake()
+
+    async def run(self, unfinished: Sequence[Issued] = ()) -> int:
+        """Publish the trainer's weights, then go round until `max_steps` or `stop`; return the steps done.
+
+        `unfinished`: groups of an earlier run whose missing samples are to be made first. Raises the first
+        error of any of its coroutines.
+        """
+        self._failure = asyncio.get_running_loop().create_future()
+        try:
+            self._start(self._watch_forever())
+            training = self._start(self._train_forever(unfinished))
+            await asyncio.wait({training, self._failure}, return_when=asyncio.FIRST_COMPLETED)
+            if self._failure.done():
+                await self._failure
+            await training
+        finally:
+            for task in self._tasks:
+                task.cancel()
+            await asyncio.gather(*self._tasks, return_exceptions=True)
+        return self._step
+
+    def _start(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        """Run a coroutine beside the others; its first error ends the run."""
+        task = asyncio.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._ended)
+        return task
+
+    def _ended(self, task: asyncio.Task[None]) -> None:
+        self._tasks.discard(task)
+        if task.cancelled() or (error := task.exception()) is None:
+            return
+        if self._failure is not None and not self._failure.done():
+            self._failure.set_exception(error)
+
+    # prompts -> rollout -> buffer
+
+    async def _issue_forever(self) -> None:
+        """Hand out prompts. Waits for a slot, freed by a published version or a dropped group."""
+        stages = self._stages
+        while True:
+            first = stages.pacing.num_issued
+            num_groups = await stages.pacing.take()
+            groups = [self._next_group(first + offset) for offset in range(num_groups)]
+            stages.buffer.expect(groups)
+            for issued in groups:
+                self._start(self._roll(issued))
+
+    def _next_group(self, number: int) -> Issued:
+        environment, index = self._stages.mixture.next()
+        return Issued(
+            number=number,
+            environment=environment,
+            prompt_index=index,
+            num_samples=self._settings.group_size,
+            issued_version=self._stages.pacing.served,
+        )
+
+    async def _roll(self, issued: Issued) -> None:
+        """Have one group's missing samples made. Waits for a rollout worker, which waits for engines."""
+        buffer = self._stages.buffer
+        request = GroupRequest(
+            number=issued.number, environment=issued.environment, prompt_index=issued.prompt_index, samples=()
+        )
+        async for part in self._stages.crew.run(request, lambda: buffer.missing(issued.number)):
+            if not isinstance(part, Prompt):
+                self._stages.budget.count(part.outcome)
+            buffer.put(issued.number, part)
+
+    # buffer -> trainer -> weights
+
+    async def _train_forever(self, unfinished: Sequence[Issued]) -> None:
+        """Train, publish, report. Waits for a full batch, filled by `_roll`."""
+        await self._publish()
+        await self._committed()
+        for issued in unfinished:
+            self._start(self._roll(issued))
+        issuing = self._start(self._issue_forever())
+        while self._step < self._settings.max_steps and not self._stopping:
+            waited_from = time.perf_counter()
+            groups = await self._next_batch()
+            if groups is None:
+                break
+            await self._train(groups, time.perf_counter() - waited_from)
+        issuing.cancel()
+        await self._committed()
+        if self._evaluating is not None:
+            await self._evaluating
+        await self._checkpoint(self._step)
+
+    async def _next_batch(self) -> list[Group] | None:
+        """Return the oldest full batch, or None when the run is to stop."""
+        stages, step = self._stages, self._step + 1
+        while not self._stopping:
+            dropped = stages.buffer.num_stale_dropped
+            groups = stages.buffer.take(self._settings.batch_size, self._step, step)
+            stages.pacing.drop(stages.buffer.num_stale_dropped - dropped)
+            if groups is not None:
+                return groups
+            if stages.fleet.joining:
+                await self._committed()
+                await self._publish()
+            try:
+                async with asyncio.timeout(self._settings.quiet_time_s):
+                    await stages.buffer.changed()
+            except TimeoutError:
+                raise WorkerFailed(self._why_quiet()) from None
+        return None
+
+    def _why_quiet(self) -> str:
+        stages = self._stages
+        return (
+            f"the trainer waited {self._settings.quiet_time_s:g} s for {self._settings.batch_size} groups and nothing "
+            f"arrived: {stages.buffer.num_ready} are ready, {stages.buffer.num_gathering} are being made by "
+            f"{len(stages.fleet.members)} engines, {stages.pacing.num_free} more may be issued; the workers' logs "
+            "in the run's folder say what they were doing"
+        )
+
+    async def _train(self, groups: list[Group], waited_s: float) -> None:
+        began = time.perf_counter()
+        settings, version = self._settings, self._step
+        oldest = version - settings.max_staleness if settings.on_excess == "mask" else None
+        request = TrainRequest(step=version + 1, version=version, groups=tuple(groups), oldest_version=oldest)
+        trained: dict[str, float] = await self._stages.trainer.call("train", request)
+        self._step += 1
+        await self._committed()
+        await self._publish()
+        seconds = time.perf_counter() - began + waited_s
+        report = StepReport(
+            step=self._step,
+            version=self._step,
+            groups=tuple(group.number for group in groups),
+            metrics={
+                **self._metrics(groups, version),
+                **trained,
+                "time/wait_s": waited_s,
+                "time/step_s": seconds,
+                "rollout/tokens_per_s": sum(t.num_tokens for g in groups for t in g.trajectories) / seconds,
+            },
+        )
+        self._stages.journal.stepped(report)
+        self._observer.step_finished(report)
+        if settings.evaluate_every and self._step % settings.evaluate_every == 0:
+            self._evaluate()
+        if settings.checkpoint_every and self._step % settings.checkpoint_every == 0:
+            await self._checkpoint(self._step)
+
+    def _metrics(self, groups: list[Group], version: Version) -> dict[str, float]:
+        stages = self._stages
+        ages = [staleness(group, version) for group in groups]
+        extra, self._extra = self._extra, {}
+        return {
+            **summarise(groups),
+            "staleness/mean": sum(ages) / len(ages),
+            "staleness/max": float(max(ages)),
+            "staleness/dropped_groups": float(stages.buffer.num_stale_dropped),
+            "buffer/ready_groups": float(stages.buffer.num_ready),
+            "buffer/running_groups": float(stages.buffer.num_gathering),
+            "rollout/reissued_groups": float(stages.crew.num_reissued),
+            **extra,
+        }
+
+    async def _publish(self) -> None:
+        """Send the trainer's weights to all engines; committing them runs beside the next step."""
+        staged = await self._stage(PUBLISH_ATTEMPTS)
+        self._committing = self._start(self._commit(staged, self._step))
+
+    async def _stage(self, attempts: int) -> Staged | None:
+        targets = [
+            Target(name=name, handle=member.handle, layout=member.layout)
+            for name, member in self._stages.fleet.members.items()
+        ]
+        if not targets:
+            return None
+        try:
+            return await self._stages.publisher.stage(self._step, targets)
+        except TransferFailed:
+            if attempts == 1:
+                raise
+            # An engine that died on the way breaks the sender too; the watcher takes it out meanwhile.
+            await asyncio.sleep(PUBLISH_PAUSE_S)
+            return await self._stage(attempts - 1)
+
+    async def _commit(self, staged: Staged | None, version: Version) -> None:
+        stages = self._stages
+        if staged is not None:
+            published = await staged.commit()
+            self._extra |= published.metrics
+            for name, reason in published.failed.items():
+                await stages.fleet.lost(name, reason)
+                self._start(self._replace_engine())
+            if not published.committed and not stages.fleet.members:
+                raise TransferFailed(f"no engine took version {version}: {next(iter(published.failed.values()))}")
+            await stages.fleet.committed(list(published.committed))
+        stages.journal.published(version)
+        stages.pacing.publish(version)
+        self._observer.weights_published(version)
+
+    async def _committed(self) -> None:
+        """Wait until the last publish is committed; its own deadlines end it."""
+        if self._committing is not None:
+            await self._committing
+
+    # beside the circle
+
+    def _evaluate(self) -> None:
+        """Start an evaluation of the weights being published, unless an earlier one still runs."""
+        if self._evaluating is None or self._evaluating.done():
+            self._evaluating = self._start(self._evaluated(self._step))
+
+    async def _evaluated(self, step: int) -> None:
+        prompts = test_prompts(self._stages.crew.num_prompts, self._settings.evaluation_prompts)
+        groups = await evaluate(self._stages.crew, prompts)
+        metrics = {f"eval/{name}": value for name, value in summarise(groups).items()}
+        self._stages.journal.evaluated(step, metrics)
+        self._observer.evaluated(step, metrics)
+
+    async def _watch_forever(self) -> None:
+        """Replace workers that die. Waits for deaths, which the cluster reports."""
+        async for death in self._stages.cluster.watch():
+            if death.name in self._stages.fleet.members:
+                await self._stages.fleet.lost(death.name, death.reason)
+                self._start(self._replace_engine())
+            elif death.name.startswith("engine"):
+                continue  # it died while it started: whoever started it has the error
+            elif death.name.startswith("rollout"):
+                await self._stages.crew.lost(death.name, death.reason)
+                self._start(self._stages.crew.add())
+            else:
+                raise WorkerFailed(f"{death.name} died: {death.reason}")
+
+    async def _replace_engine(self) -> None:
+        await self._stages.fleet.add()
+        self._stages.buffer.wake()  # the trainer may be waiting for samples that only this engine can make

@@ -1,0 +1,1 @@
+"""Which prompt comes next."""

@@ -1,0 +1,56 @@
+"""When the next prompt may be issued: the staleness law at the entrance."""
+
+from __future__ import annotations
+
+import asyncio
+
+from areal.contracts.messages import Version
+
+
+class Pacing:
+    """Slots for groups. Invariant: useful groups issued never exceed (served + max_staleness + 1) x batch_size.
+
+    Group i belongs to training step i // batch_size, which consumes it on the weights of that number; with the
+    served version at most `max_staleness` behind, a group that is consumed in its turn cannot be too old
+    (AReaL, arXiv 2505.24298, section 5.1, counted in groups). Dropped groups give their slot back.
+        batch 2, max 0:  0 1 | publish 1 | 2 3 | publish 2 | ...      synchronous
+        batch 2, max 1:  0 1 2 3 | publish 1 | 4 5 | ...
+    """
+
+    def __init__(
+        self, *, batch_size: int, max_staleness: int, max_steps: int, served: Version, num_issued: int, num_dropped: int
+    ) -> None:
+        self._batch_size = batch_size
+        self._max_staleness = max_staleness
+        self._max_steps = max_steps
+        self._served = served
+        self._num_dropped = num_dropped
+        self.num_issued = num_issued
+        self._changed = asyncio.Event()
+
+    @property
+    def served(self) -> Version:
+        """The version that the engines serve."""
+        return self._served
+
+    @property
+    def num_free(self) -> int:
+        steps = min(self._served + self._max_staleness + 1, self._max_steps)
+        return steps * self._batch_size - (self.num_issued - self._num_dropped)
+
+    def publish(self, version: Version) -> None:
+        self._served = version
+        self._changed.set()
+
+    def drop(self, num_groups: int) -> None:
+        """Give back the slots of groups that left the buffer untrained."""
+        self._num_dropped += num_groups
+        self._changed.set()
+
+    async def take(self) -> int:
+        """Wait until there are free slots and take them all; return how many. Freed by `publish` and `drop`."""
+        while (free := self.num_free) <= 0:
+            self._changed.clear()
+            await self._changed.wait()
+        self.num_issued += free
+        return free

@@ -1,0 +1,88 @@
+"""The engines as a rollout worker sees them: pick the least busy, go on elsewhere when one dies."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping
+from dataclasses import replace
+
+from areal.contracts.cluster import Handle
+from areal.contracts.messages import Completion, GenerateRequest
+from areal.errors import WorkerDied
+
+
+class EnginePool:
+    """Invariant: a request ends with a whole completion, or waits while there is no engine; it is never lost.
+
+    A completion that an engine had to interrupt goes on at the next engine from its partial tokens, which keep
+    their logprobs and versions.
+    """
+
+    def __init__(self) -> None:
+        self._handles: dict[str, Handle] = {}
+        self._running: dict[str, int] = {}
+        self._arrived = asyncio.Event()
+
+    def replace(self, handles: Mapping[str, Handle]) -> None:
+        """Use these engines from now on; requests at engines that left end when their engines do."""
+        self._handles = dict(handles)
+        self._running = {name: self._running.get(name, 0) for name in handles}
+        if handles:
+            self._arrived.set()
+        else:
+            self._arrived.clear()
+
+    async def generate(self, request: GenerateRequest) -> Completion:
+        """Return the completion. Raises what the engine says is wrong with the request (ArealError)."""
+        partial: Completion | None = None
+        while True:
+            remaining = request if partial is None else _remainder(request, partial)
+            name, handle = await self._pick()
+            self._running[name] += 1
+            try:
+                completion: Completion = await handle.call("generate", remaining)
+            except WorkerDied:
+                self._forget(name, handle)
+                continue
+            finally:
+                if name in self._running:
+                    self._running[name] -= 1
+            whole = completion if partial is None else _joined(partial, completion)
+            if completion.finish_reason != "interrupted":
+                return whole
+            if len(whole.token_ids) >= request.sampling.max_new_tokens:
+                return replace(whole, finish_reason="length")  # interrupted after its last token: nothing is left
+            partial = whole
+            await asyncio.sleep(0.01)  # the engine that interrupts is about to leave; give the controller its turn
+
+    async def _pick(self) -> tuple[str, Handle]:
+        while not self._handles:
+            # The episode's own deadline ends this wait and names the episode.
+            self._arrived.clear()
+            await self._arrived.wait()
+        name = min(self._handles, key=lambda name: self._running[name])
+        return name, self._handles[name]
+
+    def _forget(self, name: str, handle: Handle) -> None:
+        if self._handles.get(name) is handle:
+            del self._handles[name]
+
+
+def _remainder(request: GenerateRequest, partial: Completion) -> GenerateRequest:
+    done = len(partial.token_ids)
+    return replace(
+        request,
+        prompt_ids=request.prompt_ids + partial.token_ids,
+        sampling=replace(request.sampling, max_new_tokens=request.sampling.max_new_tokens - done),
+        seed=request.seed + done,
+    )
+
+
+def _joined(first: Completion, second: Completion) -> Completion:
+    return replace(
+        second,
+        prompt_ids=first.prompt_ids,
+        token_ids=first.token_ids + second.token_ids,
+        logprobs=first.logprobs + second.logprobs,
+        versions=first.versions + second.versions,
+    )

@@ -1,0 +1,158 @@
+"""The rollout worker: runs the episodes of a group, all at once, and yields each trajectory as it ends."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import AsyncIterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, cast
+
+from areal.contracts.cluster import Handle
+from areal.contracts.component import Component
+from areal.contracts.environment import Environment, Split
+from areal.contracts.messages import Outcome, Prompt, Sampling, Trajectory
+from areal.contracts.specs import EnvironmentContext
+from areal.errors import ArealError, WorkerFailed
+from areal.flow.rollout.client import ChatCodec, EpisodeClient
+from areal.flow.rollout.engines import EnginePool
+
+Part = Prompt | Trajectory
+"""What `RolloutWorker.run_group` yields: the prompt first, then trajectories in the order in which they end."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EnvironmentChoice:
+    """An entry of the recipe's ``environments``. Invariant: `options` were validated by the component."""
+
+    name: str
+    component: Component
+    options: Any
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GroupRequest:
+    """Work for a rollout worker. Invariant: the same request gives the same prompt and the same random streams."""
+
+    number: int
+    """The group's number; evaluation uses negative ones."""
+    environment: str
+    prompt_index: int
+    samples: tuple[int, ...]
+    """Which samples to make; a resumed group asks only for the missing ones."""
+    split: Split = "train"
+    greedy: bool = False
+
+
+class RolloutWorker:
+    """Invariant: every sample of an accepted group ends in one trajectory whose outcome is ok, error or timeout.
+
+    What is not the episode's fault (no engine left) fails the group instead, and the controller issues it again.
+    """
+
+    def __init__(
+        self,
+        choices: Sequence[EnvironmentChoice],
+        model_path: str,
+        sampling: Sampling,
+        seed: int,
+        episode_timeout_s: float,
+    ) -> None:
+        self._choices = choices
+        self._model_path = model_path
+        self._sampling = sampling
+        self._seed = seed
+        self._timeout_s = episode_timeout_s
+        self._environments: dict[str, Environment] = {}
+        self._prompts: dict[tuple[str, Split], Sequence[Prompt]] = {}
+        self._engines = EnginePool()
+
+    def start(self) -> dict[str, dict[str, int]]:
+        """Make the environments; return the number of prompts by environment and split."""
+        from transformers import AutoTokenizer
+
+        try:
+            tokenizer = cast(Any, AutoTokenizer).from_pretrained(self._model_path)
+        except (OSError, ValueError) as error:
+            raise WorkerFailed(
+                f"no tokenizer could be loaded from {self._model_path!r} ({_first_line(error)}); "
+                "'model.path' must be a Hugging Face model folder or hub id"
+            ) from error
+        self._codec = ChatCodec(tokenizer)
+        for choice in self._choices:
+            context = EnvironmentContext(name=choice.name, seed=self._seed)
+            environment: Environment = choice.component.load()(choice.options, context)
+            self._environments[choice.name] = environment
+            for split in ("train", "test"):
+                self._prompts[choice.name, split] = environment.prompts(split)
+        return {
+            choice.name: {split: len(self._prompts[choice.name, split]) for split in ("train", "test")}
+            for choice in self._choices
+        }
+
+    async def use_engines(self, handles: Mapping[str, Handle]) -> None:
+        self._engines.replace(handles)
+
+    async def run_group(self, request: GroupRequest) -> AsyncIterator[Part]:
+        prompt = self._prompts[request.environment, request.split][request.prompt_index]
+        yield prompt
+        tasks = [asyncio.create_task(self._episode(request, prompt, sample)) for sample in request.samples]
+        try:
+            for next_done in asyncio.as_completed(tasks):
+                yield await next_done
+        finally:
+            for task in tasks:
+                task.cancel()
+
+    async def _episode(self, request: GroupRequest, prompt: Prompt, sample: int) -> Trajectory:
+        sampling = replace(self._sampling, temperature=0.0) if request.greedy else self._sampling
+        uid = f"{request.number}/{sample}"
+        seed = episode_seed(self._seed, request.number, sample)
+        client = EpisodeClient(self._engines.generate, self._codec, sampling, uid, seed)
+        outcome = await self._play(self._environments[request.environment], prompt, client)
+        return Trajectory(group=request.number, sample=sample, turns=tuple(client.turns), outcome=outcome)
+
+    async def _play(self, environment: Environment, prompt: Prompt, client: EpisodeClient) -> Outcome:
+        deadline = asyncio.timeout(self._timeout_s)
+        try:
+            async with deadline:
+                return _checked(await environment.episode(prompt, client), prompt.environment)
+        except WorkerFailed:
+            raise
+        except ArealError as error:
+            return Outcome.error(str(error))
+        except (Exception, SystemExit, asyncio.CancelledError) as error:
+            if deadline.expired():
+                return Outcome.timeout(f"the episode of {prompt.environment} did not end within {self._timeout_s:g} s")
+            if isinstance(error, asyncio.CancelledError) and _is_cancelled():
+                raise
+            return Outcome.error(f"{type(error).__name__}: {_first_line(error)}")
+
+    def demonstrations(self, draws: Sequence[tuple[str, int]]) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
+        """Return (prompt ids, answer ids) of training prompts that carry a reference answer."""
+        prompts = [self._prompts[name, "train"][index] for name, index in draws]
+        return [self._codec.demonstrate(prompt.messages, prompt.answer) for prompt in prompts if prompt.answer]
+
+
+def episode_seed(run_seed: int, group: int, sample: int) -> int:
+    """Return the seed of one sample's random streams; evaluation's negative group numbers are streams of their own."""
+    return random.Random(f"{run_seed}/{group}/{sample}").getrandbits(62)
+
+
+def _checked(outcome: Any, environment: str) -> Outcome:
+    """Return an outcome of anybody's making as one that keeps the promises of `Outcome`."""
+    if not isinstance(outcome, Outcome):
+        return Outcome.error(f"episode() of {environment} returned {outcome!r:.80}, it must return an Outcome")
+    metrics = {name: float(value) for name, value in outcome.metrics.items()}
+    scored = Outcome.scored(cast(float, outcome.reward)) if outcome.status == "ok" else replace(outcome, reward=None)
+    return replace(scored, metrics=metrics)
+
+
+def _is_cancelled() -> bool:
+    """Return whether somebody cancelled this task, rather than a library's own CancelledError coming by."""
+    task = asyncio.current_task()
+    return task is not None and task.cancelling() > 0
+
+
+def _first_line(error: BaseException) -> str:
+    return next(iter(str(error).splitlines()), "")

@@ -1,0 +1,1 @@
+"""From groups to an update: advantages, rows, minibatches, the backend."""

@@ -1,0 +1,80 @@
+"""Checkpoints: written beside, renamed when whole, and only then pointed at."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import shutil
+from pathlib import Path
+from typing import Protocol
+
+from areal.contracts.cluster import Handle
+from areal.errors import JournalError
+
+
+class Ledger(Protocol):
+    """The journal as checkpoints see it. Invariant: `checkpointed` is durable when it returns."""
+
+    def checkpointed(self, step: int, path: str) -> None: ...
+
+    def checkpoints(self) -> list[tuple[int, str]]: ...
+
+    def forget_checkpoint(self, step: int) -> None: ...
+
+
+class Checkpoints:
+    """Invariant: the newest checkpoint that the ledger names is whole on disk, whenever the machine stops."""
+
+    def __init__(self, trainer: Handle, ledger: Ledger, folder: Path, keep: int) -> None:
+        self._trainer = trainer
+        self._ledger = ledger
+        self._folder = folder
+        self._keep = keep
+
+    async def save(self, step: int) -> Path:
+        """Save the trainer's state of `step`; the trainer waits, generation goes on. Returns the folder.
+
+        Raises JournalError when the run's folder cannot be written; the checkpoint before stays the newest.
+        """
+        name = f"step-{step:08d}"
+        final = self._folder / name
+        if any(saved == step for saved, _ in self._ledger.checkpoints()):
+            return final
+        try:
+            await self._write(final)
+        except OSError as error:
+            raise JournalError(f"checkpoint {final} cannot be written: {error.strerror or error}") from error
+        # Relative, so that a run's folder can be moved.
+        self._ledger.checkpointed(step, f"{self._folder.name}/{name}")
+        self._prune()
+        return final
+
+    async def _write(self, final: Path) -> None:
+        unfinished = final.with_suffix(".tmp")
+        for leftover in (unfinished, final):
+            shutil.rmtree(leftover, ignore_errors=True)
+        unfinished.mkdir(parents=True)
+        await self._trainer.call("save", str(unfinished))
+        await asyncio.to_thread(_sync_tree, unfinished)
+        unfinished.rename(final)
+        _sync(self._folder)
+
+    def _prune(self) -> None:
+        for step, path in self._ledger.checkpoints()[: -self._keep]:
+            # First the pointer, then the data: the ledger never names what is gone.
+            self._ledger.forget_checkpoint(step)
+            shutil.rmtree(self._folder.parent / path, ignore_errors=True)
+
+
+def _sync_tree(folder: Path) -> None:
+    """Bring every file below a folder to the disk; one that is there already costs nothing."""
+    for path in (*folder.rglob("*"), folder):
+        _sync(path)
+
+
+def _sync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,1 @@
+"""Publishing: the two-phase transaction by which a version reaches every engine or none."""

@@ -1,0 +1,74 @@
+"""A run's folder: what stands where, and how to find it again."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+from areal.errors import ConfigError, JournalError, did_you_mean
+
+
+class RunFolder:
+    """Invariant: everything a run writes lies below `path`, and `config.yaml` is there before anything else.
+
+    config.yaml  journal.sqlite  metrics.jsonl  tensorboard/  logs/  checkpoints/  weights/  reward.png
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    @classmethod
+    def create(cls, runs_dir: str, name: str, config: str) -> RunFolder:
+        """Make a new folder ``NAME-DATE-TIME`` and write the resolved recipe; ConfigError when that fails."""
+        stamp = time.strftime("%Y%m%d-%H%M%S")
+        try:
+            path = _new_folder(Path(runs_dir), f"{name}-{stamp}")
+            (path / "config.yaml").write_text(config, encoding="utf-8")
+            (path / "logs").mkdir()
+        except OSError as error:
+            raise ConfigError(
+                f"the run's folder could not be made in runs_dir {runs_dir!r}: {error.strerror}; "
+                "give another one with runs_dir=FOLDER"
+            ) from error
+        return cls(path.resolve())
+
+    @classmethod
+    def find(cls, run: str, runs_dir: str) -> RunFolder:
+        """Return the folder of a run given as a path, as a name in `runs_dir`, or as ``latest``."""
+        folders = sorted(Path(runs_dir).glob("*/config.yaml"), key=lambda file: file.stat().st_mtime)
+        if run == "latest" and folders:
+            return cls(folders[-1].parent.resolve())
+        for candidate in (Path(run), Path(runs_dir) / run):
+            if (candidate / "config.yaml").is_file():
+                return cls(candidate.resolve())
+        names = [file.parent.name for file in folders]
+        there = f"it has {', '.join(names[-5:])}" if names else "it has no runs"
+        raise JournalError(f"no run {run!r} here or in {runs_dir!r}; {there}{did_you_mean(run, names)}")
+
+    @property
+    def config(self) -> Path:
+        return self.path / "config.yaml"
+
+    @property
+    def journal(self) -> Path:
+        return self.path / "journal.sqlite"
+
+    @property
+    def checkpoints(self) -> Path:
+        return self.path / "checkpoints"
+
+    @property
+    def model(self) -> Path:
+        """Where the bundled model is written when the recipe names none."""
+        return self.path / "model"
+
+
+def _new_folder(parent: Path, name: str) -> Path:
+    for suffix in ("", *(f"-{number}" for number in range(2, 100))):
+        path = parent / f"{name}{suffix}"
+        try:
+            path.mkdir(parents=True)
+        except FileExistsError:
+            continue
+        return path
+    raise ConfigError(f"{parent} has 99 runs named {name!r}; give this one another name with name=NAME")

@@ -1,0 +1,172 @@
+"""The command line with real processes: runs, Ctrl-C, kill -9, resume."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sqlite3
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+SMALL = (
+    "training.batch_size=4",
+    "algorithm.group_size=4",
+    "training.warmup.steps=3",
+    "evaluation.every_steps=0",
+    "trackers=[jsonl]",
+)
+DEADLINE_S = 180
+
+
+def start(folder: Path, *arguments: str) -> subprocess.Popen[str]:
+    environment = {**os.environ, "RAY_AUTH_TOKEN_PATH": str(folder / "ray-token"), "COLUMNS": "100"}
+    return subprocess.Popen(
+        [sys.executable, "-m", "areal.cli.main", *arguments],
+        cwd=folder,
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+    )
+
+
+def finish(process: subprocess.Popen[str]) -> str:
+    try:
+        output, _ = process.communicate(timeout=DEADLINE_S)
+    finally:
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGKILL)
+    return output
+
+
+def run_folder(folder: Path) -> Path:
+    (found,) = (folder / "runs").iterdir()
+    return found
+
+
+def wait_for_step(folder: Path, step: int, process: subprocess.Popen[str]) -> None:
+    deadline = time.monotonic() + DEADLINE_S
+    while time.monotonic() < deadline:
+        if process.poll() is not None:
+            raise AssertionError(f"the run ended early with {process.returncode}:\n{process.stdout.read()}")
+        metrics = list(folder.glob("runs/*/metrics.jsonl"))
+        if metrics and len(metrics[0].read_text().splitlines()) >= step:
+            return
+        time.sleep(0.1)
+    raise AssertionError(f"no step {step} within {DEADLINE_S} s")
+
+
+def steps_of(run: Path) -> list[int]:
+    return [json.loads(line)["step"] for line in (run / "metrics.jsonl").read_text().splitlines()]
+
+
+def consumption(run: Path) -> tuple[list[tuple[int, int]], int]:
+    """Return (group, step) of everything trained, and the number of groups issued."""
+    with sqlite3.connect(run / "journal.sqlite") as journal:
+        trained = journal.execute("SELECT group_number, step FROM consumed WHERE fate = 'trained'").fetchall()
+        (issued,) = journal.execute("SELECT count(*) FROM groups").fetchone()
+    return trained, issued
+
+
+@pytest.fixture
+def processes() -> Iterator[list[subprocess.Popen[str]]]:
+    started: list[subprocess.Popen[str]] = []
+    yield started
+    for process in started:
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGKILL)
+
+
+def test_a_run_from_start_to_end(tmp_path: Path) -> None:
+    process = start(tmp_path, "run", *SMALL, "training.max_steps=6", "trackers=[jsonl, tensorboard]")
+    output = finish(process)
+    assert process.returncode == 0, output
+    run = run_folder(tmp_path)
+    assert steps_of(run) == [1, 2, 3, 4, 5, 6]
+    for there in ("config.yaml", "journal.sqlite", "reward.png", "tensorboard", "logs/engine-0.log", "logs/trainer-0.log"):
+        assert (run / there).exists(), there
+    assert (run / "checkpoints" / "step-00000006" / "model" / "model.safetensors").exists()
+    trained, _ = consumption(run)
+    assert len(trained) == len({group for group, _ in trained}) == 24
+    assert "checkpoint" in output and "reward, last 10 steps" in output
+
+
+def test_first_ctrl_c_finishes_the_step_and_resume_goes_on(tmp_path: Path, processes: list[subprocess.Popen[str]]) -> None:
+    process = start(tmp_path, "run", *SMALL, "training.max_steps=4000")
+    processes.append(process)
+    wait_for_step(tmp_path, 3, process)
+    # What a terminal does: every process of the group gets it.
+    os.killpg(process.pid, signal.SIGINT)
+    output = finish(process)
+    assert process.returncode == 0, output
+    run = run_folder(tmp_path)
+    done = steps_of(run)
+    assert (run / "checkpoints" / f"step-{done[-1]:08d}" / "model").is_dir()
+    edited = (run / "config.yaml").read_text().replace("max_steps: 4000", f"max_steps: {done[-1] + 3}")
+    (run / "config.yaml").write_text(edited)
+    process = start(tmp_path, "resume")
+    output = finish(process)
+    assert process.returncode == 0, output
+    assert steps_of(run) == list(range(1, done[-1] + 4))
+    trained, _ = consumption(run)
+    assert len(trained) == len({group for group, _ in trained}) == 4 * (done[-1] + 3)
+
+
+def test_kill_9_of_the_controller_loses_nothing(tmp_path: Path, processes: list[subprocess.Popen[str]]) -> None:
+    process = start(tmp_path, "run", *SMALL, "training.max_steps=30", "checkpoint.every_steps=4")
+    processes.append(process)
+    wait_for_step(tmp_path, 6, process)
+    os.kill(process.pid, signal.SIGKILL)
+    process.wait()
+    run = run_folder(tmp_path)
+    with sqlite3.connect(run / "journal.sqlite") as journal:
+        before = set(journal.execute("SELECT group_number, sample FROM trajectories"))
+        (saved,) = journal.execute("SELECT max(step) FROM checkpoints").fetchone()
+    assert saved == 4
+    process = start(tmp_path, "resume", run.name)
+    processes.append(process)
+    output = finish(process)
+    assert process.returncode == 0, output
+    trained, issued = consumption(run)
+    assert steps_of(run) == list(range(1, 31))
+    assert len(trained) == len({group for group, _ in trained}) == 30 * 4
+    with sqlite3.connect(run / "journal.sqlite") as journal:
+        after = set(journal.execute("SELECT group_number, sample FROM trajectories"))
+        (consumed,) = journal.execute("SELECT count(*) FROM consumed").fetchone()
+    assert before <= after
+    # Finished before the kill and not consumed by the checkpoint: the first steps after it trained them.
+    assert {group for group, _ in before} <= {group for group, _ in trained}
+    assert consumed == issued
+
+
+def test_a_killed_engine_is_replaced_and_the_run_goes_on(tmp_path: Path, processes: list[subprocess.Popen[str]]) -> None:
+    process = start(tmp_path, "run", *SMALL, "training.max_steps=25")
+    processes.append(process)
+    wait_for_step(tmp_path, 3, process)
+    os.kill(worker_pid(run_folder(tmp_path), "engine-0"), signal.SIGKILL)
+    output = finish(process)
+    assert process.returncode == 0, output
+    run = run_folder(tmp_path)
+    assert (run / "logs" / "engine-1.log").exists()
+    trained, _ = consumption(run)
+    assert len(trained) == len({group for group, _ in trained}) == 100
+
+
+def worker_pid(run: Path, name: str) -> int:
+    """Return the process that writes the worker's log."""
+    log = str(run / "logs" / f"{name}.log")
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            try:
+                if os.readlink(entry / "fd" / "1") == log:
+                    return int(entry.name)
+            except OSError:
+                continue
+    raise AssertionError(f"no process writes {log}")
