@@ -6,6 +6,7 @@ import asyncio
 import itertools
 import logging
 import os
+import pickle
 import re
 from collections import deque
 from collections.abc import AsyncIterator
@@ -20,7 +21,7 @@ from areal import env
 from areal.cluster.host import CANCEL, Call, Host, Result
 from areal.contracts.cluster import WorkerDeath, WorkerSpec
 from areal.contracts.options import Options
-from areal.errors import ArealError, WorkerDied, WorkerFailed
+from areal.errors import WorkerDied, WorkerFailed
 
 LOG_TAIL_LINES = 30
 SPAWN_DEADLINE_S = 300.0
@@ -70,8 +71,8 @@ class RayHandle:
         finally:
             self._open.pop(call_id, None)
         if kind == "error":
-            raise self._failure(method, value)
-        return value
+            raise pickle.loads(value)
+        return pickle.loads(value)
 
     async def stream(self, method: str, *args: Any) -> AsyncIterator[Any]:
         call_id, results = self._send(method, args)
@@ -81,10 +82,10 @@ class RayHandle:
                 _, kind, value = await results.get()
                 ended = kind != "item"
                 if kind == "error":
-                    raise self._failure(method, value)
+                    raise pickle.loads(value)
                 if kind == "value":
                     return
-                yield value
+                yield pickle.loads(value)
         finally:
             self._open.pop(call_id, None)
             if not ended:
@@ -95,18 +96,14 @@ class RayHandle:
         ray.kill(self._actor, no_restart=True)
         self._fail_open(self._death)
 
-    def _failure(self, method: str, error: BaseException) -> BaseException:
-        if isinstance(error, ArealError | asyncio.CancelledError):
-            return error
-        return WorkerFailed(f"{self.name} failed in {method!r}: {type(error).__name__}: {error}")
-
     def _send(self, method: str, args: tuple[Any, ...]) -> tuple[int, asyncio.Queue[Result]]:
         if self._death is not None:
             raise self._death
+        arguments = pickle.dumps(args)
         call_id = next(self._ids)
         results: asyncio.Queue[Result] = asyncio.Queue()
         self._open[call_id] = results
-        self._post((call_id, method, args))
+        self._post((call_id, method, arguments))
         if self._collector is None or self._collector.done():
             self._collector = asyncio.create_task(self._collect())
         return call_id, results
@@ -122,7 +119,7 @@ class RayHandle:
         self._actor.submit.remote(self._caller, calls)
 
     def _cancel(self, call_id: int) -> None:
-        self._post((call_id, CANCEL, (call_id,)))
+        self._post((call_id, CANCEL, b""))
 
     async def _collect(self) -> None:
         try:
@@ -138,7 +135,7 @@ class RayHandle:
 
     def _fail_open(self, death: WorkerDied) -> None:
         for call_id, waiting in self._open.items():
-            waiting.put_nowait((call_id, "error", death))
+            waiting.put_nowait((call_id, "error", pickle.dumps(death)))
 
 
 class RayCluster:
