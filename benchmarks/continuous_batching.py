@@ -133,7 +133,10 @@ def measure(sides: dict[str, Callable[[], int]], rounds: int, useful: int) -> di
             wall, cpu = time.perf_counter() - wall, time.process_time() - cpu
             if num_tokens != useful:
                 raise SystemExit(f"{name} made {num_tokens} tokens, not {useful}")
-            print(f"round {number + 1}  {name:16} {wall:6.1f} s wall  {cpu:6.1f} s cpu  {useful / wall:6.1f} tokens/s", flush=True)
+            print(
+                f"round {number + 1}  {name:16} {wall:6.1f} s wall  {cpu:6.1f} s cpu  {useful / wall:6.1f} tokens/s",
+                flush=True,
+            )
             if name not in best or wall < best[name]["wall_s"]:
                 best[name] = {"wall_s": wall, "cpu_s": cpu, "tokens_per_s": useful / wall}
     return best

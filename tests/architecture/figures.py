@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import dataclasses
+import sys
 import types
 import typing
 from collections.abc import Iterator
@@ -142,5 +143,11 @@ def main() -> None:
         print(f"{name:44} {value}")
 
 
+def list_benchmarks() -> None:
+    for path in sorted((ROOT / "benchmarks").glob("*.py")):
+        summary = (ast.get_docstring(tree(path)) or "").partition("\n")[0]
+        print(f"{path.stem:24} {summary}")
+
+
 if __name__ == "__main__":
-    main()
+    list_benchmarks() if "--benchmarks" in sys.argv else main()

@@ -22,10 +22,11 @@ SMALL = (
     "trackers=[jsonl]",
 )
 DEADLINE_S = 180
+Processes = list[subprocess.Popen[str]]
 
 
 def start(folder: Path, *arguments: str) -> subprocess.Popen[str]:
-    environment = {**os.environ, "RAY_AUTH_TOKEN_PATH": str(folder / "ray-token"), "COLUMNS": "100"}
+    environment = {**os.environ, "COLUMNS": "100"}
     return subprocess.Popen(
         [sys.executable, "-m", "areal.cli.main", *arguments],
         cwd=folder,
@@ -76,8 +77,8 @@ def consumption(run: Path) -> tuple[list[tuple[int, int]], int]:
 
 
 @pytest.fixture
-def processes() -> Iterator[list[subprocess.Popen[str]]]:
-    started: list[subprocess.Popen[str]] = []
+def processes() -> Iterator[Processes]:
+    started: Processes = []
     yield started
     for process in started:
         if process.poll() is None:
@@ -90,7 +91,14 @@ def test_a_run_from_start_to_end(tmp_path: Path) -> None:
     assert process.returncode == 0, output
     run = run_folder(tmp_path)
     assert steps_of(run) == [1, 2, 3, 4, 5, 6]
-    for there in ("config.yaml", "journal.sqlite", "reward.png", "tensorboard", "logs/engine-0.log", "logs/trainer-0.log"):
+    for there in (
+        "config.yaml",
+        "journal.sqlite",
+        "reward.png",
+        "tensorboard",
+        "logs/engine-0.log",
+        "logs/trainer-0.log",
+    ):
         assert (run / there).exists(), there
     assert (run / "checkpoints" / "step-00000006" / "model" / "model.safetensors").exists()
     trained, _ = consumption(run)
@@ -98,7 +106,9 @@ def test_a_run_from_start_to_end(tmp_path: Path) -> None:
     assert "checkpoint" in output and "reward, last 10 steps" in output
 
 
-def test_first_ctrl_c_finishes_the_step_and_resume_goes_on(tmp_path: Path, processes: list[subprocess.Popen[str]]) -> None:
+def test_first_ctrl_c_finishes_the_step_and_resume_goes_on(
+    tmp_path: Path, processes: list[subprocess.Popen[str]]
+) -> None:
     process = start(tmp_path, "run", *SMALL, "training.max_steps=4000")
     processes.append(process)
     wait_for_step(tmp_path, 3, process)
@@ -119,7 +129,7 @@ def test_first_ctrl_c_finishes_the_step_and_resume_goes_on(tmp_path: Path, proce
     assert len(trained) == len({group for group, _ in trained}) == 4 * (done[-1] + 3)
 
 
-def test_kill_9_of_the_controller_loses_nothing(tmp_path: Path, processes: list[subprocess.Popen[str]]) -> None:
+def test_kill_9_of_the_controller_loses_nothing(tmp_path: Path, processes: Processes) -> None:
     process = start(tmp_path, "run", *SMALL, "training.max_steps=30", "checkpoint.every_steps=4")
     processes.append(process)
     wait_for_step(tmp_path, 6, process)
@@ -146,7 +156,9 @@ def test_kill_9_of_the_controller_loses_nothing(tmp_path: Path, processes: list[
     assert consumed == issued
 
 
-def test_a_killed_engine_is_replaced_and_the_run_goes_on(tmp_path: Path, processes: list[subprocess.Popen[str]]) -> None:
+def test_a_killed_engine_is_replaced_and_the_run_goes_on(
+    tmp_path: Path, processes: list[subprocess.Popen[str]]
+) -> None:
     process = start(tmp_path, "run", *SMALL, "training.max_steps=25")
     processes.append(process)
     wait_for_step(tmp_path, 3, process)
@@ -165,7 +177,7 @@ def worker_pid(run: Path, name: str) -> int:
     for entry in Path("/proc").iterdir():
         if entry.name.isdigit():
             try:
-                if os.readlink(entry / "fd" / "1") == log:
+                if str((entry / "fd" / "1").readlink()) == log:
                     return int(entry.name)
             except OSError:
                 continue

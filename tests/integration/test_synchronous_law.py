@@ -9,13 +9,14 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 from safetensors.torch import load_file
+from transformers import AutoTokenizer
 
 from areal.app import resolve, run
 from areal.app.resolve import Resolved
 from areal.builtins.models.tiny import write_tiny_model
 from areal.config import RunConfig, load_recipe
 from areal.contracts.messages import Completion, GenerateRequest, Group, Outcome, Trajectory
-from areal.contracts.specs import BackendContext, EngineContext
+from areal.contracts.specs import BackendContext, EngineContext, EnvironmentContext
 from areal.contracts.transfer import Transfer
 from areal.flow.prompts.mixture import Mixture, Source
 from areal.flow.rollout.client import ChatCodec, EpisodeClient
@@ -53,6 +54,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_no_staleness_equals_the_plain_loop(tmp_path: Path, model: Path) -> None:
     config = recipe(tmp_path / "flow", model)
     summary = run(config, console=Console(quiet=True))
+    (tmp_path / "plain").mkdir()
     expected = asyncio.run(plain_loop(resolve(config, discover()), tmp_path / "plain"))
     ours = load_file(summary.checkpoint / "model.safetensors")
     assert ours.keys() == expected.keys()
@@ -64,7 +66,10 @@ def test_no_staleness_equals_the_plain_loop(tmp_path: Path, model: Path) -> None
 
 def test_staleness_changes_the_result(tmp_path: Path, model: Path) -> None:
     """The law above could not fail if both sides ignored staleness."""
-    runs = [run(recipe(tmp_path / str(max_), model, f"staleness.max={max_}"), console=Console(quiet=True)) for max_ in (0, 2)]
+    runs = [
+        run(recipe(tmp_path / str(max_), model, f"staleness.max={max_}"), console=Console(quiet=True))
+        for max_ in (0, 2)
+    ]
     weights = [load_file(summary.checkpoint / "model.safetensors") for summary in runs]
     assert any(not weights[0][name].equal(weights[1][name]) for name in weights[0])
     assert max(metrics["staleness/max"] for _, metrics in runs[0].steps) == 0
@@ -74,7 +79,6 @@ def test_staleness_changes_the_result(tmp_path: Path, model: Path) -> None:
 async def plain_loop(resolved: Resolved, folder: Path) -> dict[str, object]:
     """Sample a batch, train on it, copy the weights, repeat; nothing of the flow's control plane."""
     config = resolved.config
-    folder.mkdir()
     context = BackendContext(
         model=config.model, training=config.training, accelerator=resolved.accelerator, seed=config.seed
     )
@@ -102,10 +106,12 @@ async def plain_loop(resolved: Resolved, folder: Path) -> dict[str, object]:
             await engine.receive(transfer)
 
     environment = resolved.environments[0]
-    tasks = environment.component.load()(environment.options, _context(environment.name, config.seed))
+    tasks = environment.component.load()(
+        environment.options, EnvironmentContext(name=environment.name, seed=config.seed)
+    )
     prompts = tasks.prompts("train")
     mixture = Mixture([Source(name=environment.name, weight=1.0, num_prompts=len(prompts))], config.seed)
-    codec = ChatCodec(_tokenizer(config.model.path))
+    codec = ChatCodec(AutoTokenizer.from_pretrained(config.model.path))
 
     async def sample(number: int, index: int, sample_number: int) -> Trajectory:
         async def generate(request: GenerateRequest) -> Completion:
@@ -138,15 +144,3 @@ async def plain_loop(resolved: Resolved, folder: Path) -> dict[str, object]:
     await engine.close()
     trainer.save(str(folder / "end"))
     return load_file(folder / "end" / "model" / "model.safetensors")
-
-
-def _context(name: str, seed: int) -> object:
-    from areal.contracts.specs import EnvironmentContext
-
-    return EnvironmentContext(name=name, seed=seed)
-
-
-def _tokenizer(path: str) -> object:
-    from transformers import AutoTokenizer
-
-    return AutoTokenizer.from_pretrained(path)

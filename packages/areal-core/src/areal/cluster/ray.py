@@ -8,6 +8,7 @@ import logging
 import os
 import pickle
 import re
+import secrets
 from collections import deque
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -165,6 +166,8 @@ class RayCluster:
         if self._options.address:
             ray.init(address=self._options.address, **common)
         else:
+            # A token of this run's own: nobody else's process joins, and nothing is written into the user's home.
+            env.setdefault({"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)})
             ray.init(
                 num_cpus=os.cpu_count() or 1,
                 resources={"train": 1024, "infer": 1024},

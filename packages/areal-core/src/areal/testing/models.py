@@ -5,6 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any, Literal
 
+Arch = Literal["qwen3", "llama", "qwen2", "gpt2"]
+
 PAD, BOS, EOS = 0, 1, 2
 _SPECIAL = ("<pad>", "<bos>", "<eos>")
 _CHARACTERS = "0123456789abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ +-*/=().,:;?!"
@@ -15,13 +17,31 @@ def tiny_model(
     *,
     seed: int = 0,
     tied: bool = True,
-    arch: Literal["qwen3", "llama", "qwen2", "gpt2"] = "qwen3",
+    arch: Arch = "qwen3",
     hidden: int = 64,
     layers: int = 2,
     vocab: int = 64,
     positions: int = 512,
 ) -> str:
-    """Write a random float32 model with character tokenizer to `path` and return it.
+    """Write a random float32 model with character tokenizer to `path` and return it."""
+    model = tiny_module(seed=seed, tied=tied, arch=arch, hidden=hidden, layers=layers, vocab=vocab, positions=positions)
+    model.generation_config.update(eos_token_id=EOS, bos_token_id=BOS, pad_token_id=PAD)
+    model.save_pretrained(path)
+    character_tokenizer(vocab).save_pretrained(path)
+    return str(path)
+
+
+def tiny_module(
+    *,
+    seed: int = 0,
+    tied: bool = True,
+    arch: Arch = "qwen3",
+    hidden: int = 64,
+    layers: int = 2,
+    vocab: int = 64,
+    positions: int = 512,
+) -> Any:
+    """Return the transformers module that `tiny_model` would write, in eval mode.
 
     `hidden` must be a multiple of 64: heads are 32 wide, so that vLLM and SGLang serve the model too, and two query
     heads share one key-value head (GPT-2 has no sharing). Ids 0, 1, 2 are pad, begin and end of sequence. The
@@ -31,16 +51,9 @@ def tiny_model(
     from transformers import AutoModelForCausalLM
 
     config = _config(arch, hidden=hidden, layers=layers, vocab=vocab, positions=positions, tied=tied)
-    generator_state = torch.get_rng_state()
-    torch.manual_seed(seed)
-    try:
-        model = AutoModelForCausalLM.from_config(config)
-    finally:
-        torch.set_rng_state(generator_state)
-    model.generation_config.update(eos_token_id=EOS, bos_token_id=BOS, pad_token_id=PAD)
-    model.save_pretrained(path)
-    character_tokenizer(vocab).save_pretrained(path)
-    return str(path)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        return AutoModelForCausalLM.from_config(config).float().eval()
 
 
 def character_tokenizer(vocab: int = 64) -> Any:
@@ -58,7 +71,7 @@ def character_tokenizer(vocab: int = 64) -> Any:
     )
 
 
-def _config(arch: str, *, hidden: int, layers: int, vocab: int, positions: int, tied: bool) -> Any:
+def _config(arch: Arch, *, hidden: int, layers: int, vocab: int, positions: int, tied: bool) -> Any:
     from transformers import AutoConfig
 
     special = {"pad_token_id": PAD, "bos_token_id": BOS, "eos_token_id": EOS, "tie_word_embeddings": tied}

@@ -40,7 +40,7 @@ def attend(
     sliding_window: int | None = None,
     **others: Any,
 ) -> tuple[Tensor, None]:
-    """Return causal attention within rows: [1, T, H, Dv] from query [1, H, T, D], key [1, K, T, D], value [1, K, T, Dv].
+    """Return causal attention within rows, [1, T, H, Dv]; query [1, H, T, D], key [1, K, T, D], value [1, K, T, Dv].
 
     Everything around attention works on the T tokens without padding; only here each group is laid out as [B, L].
     Masks are not used and dropout is off.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -106,7 +105,7 @@ class PackedModel:
     def _checkpoint_activations(self) -> None:
         if not self.module.supports_gradient_checkpointing:
             raise WorkerFailed(
-                f"training.activation_checkpointing is on and {type(self.module).__name__} cannot do it; set it to false"
+                f"training.activation_checkpointing is on and {type(self.module).__name__} cannot do it; turn it off"
             )
         self.module.gradient_checkpointing_enable({"use_reentrant": False})
         # transformers recomputes in training mode only; nothing else differs, dropout is off.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-
 from pydantic import PositiveFloat, PositiveInt
 
 from areal.contracts.options import Options

@@ -56,7 +56,9 @@ class SlotLayer(CacheLayerMixin):
         self.values = value_states.new_zeros(slots, value_states.shape[1], tokens, value_states.shape[3])
         self.is_initialized = True
 
-    def update(self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object) -> tuple[Tensor, Tensor]:
+    def update(
+        self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object
+    ) -> tuple[Tensor, Tensor]:
         """Store [rows, kv_heads, T, head_dim] and return what the pass attends to."""
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)

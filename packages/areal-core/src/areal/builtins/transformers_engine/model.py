@@ -63,7 +63,7 @@ class CausalModel:
         return dict(self.module.named_parameters(remove_duplicate=False))
 
     @torch.inference_mode()
-    def prefill(self, start: int, contexts: Sequence[Sequence[int]], sources: Sequence[int]) -> Tensor:
+    def prefill(self, start: int, contexts: Sequence[tuple[int, ...]], sources: Sequence[int]) -> Tensor:
         """Compute `contexts` and put row i's keys, those of ``contexts[sources[i]]``, into slot `start` + i.
 
         Returns [len(sources), V] logits after each row's last token. Contexts are padded at the right: attention is
@@ -84,7 +84,10 @@ class CausalModel:
 
     @torch.inference_mode()
     def decode(self, tokens: Tensor, positions: Tensor, length: int) -> Tensor:
-        """Feed `tokens` ([n] int64) at `positions` ([n] int64, below `length`) to slots 0..n-1; return [n, V] logits."""
+        """Feed `tokens` ([n] int64) at `positions` ([n] int64) to slots 0..n-1; return [n, V] logits.
+
+        `length`: the highest position + 1.
+        """
         self.cache.decode(torch.arange(len(tokens), device=self.device), positions, length)
         hidden = torch.arange(length, device=self.device) > positions.unsqueeze(1)
         mask = torch.zeros(hidden.shape, dtype=self.module.dtype, device=self.device).masked_fill_(hidden, self._masked)

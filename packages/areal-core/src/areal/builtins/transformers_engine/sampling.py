@@ -89,7 +89,9 @@ class SamplingRows:
     """[m] float32."""
 
     @classmethod
-    def of(cls, samplings: Sequence[Sampling], seeds: Sequence[int], counts: Sequence[int], device: str) -> SamplingRows:
+    def of(
+        cls, samplings: Sequence[Sampling], seeds: Sequence[int], counts: Sequence[int], device: str
+    ) -> SamplingRows:
         """Gather the parameters of one batch."""
         greedy = [sampling.temperature == 0 for sampling in samplings]
         temperatures = [sampling.temperature or 1.0 for sampling in samplings]

@@ -76,7 +76,7 @@ class Staging:
     def close(self) -> None:
         """Forget everything and close the receiver."""
         self.drop()
-        receiver, self._receiver, self._uid = self._receiver, None, ""
+        receiver, self._receiver = self._receiver, None
         if receiver is not None:
             receiver.close()
 
@@ -122,19 +122,23 @@ class Staging:
         if parameter is None:
             raise TransferFailed(f"engine {self._name!r} has no parameter {name!r}")
         if tensor.shape != parameter.shape:
-            raise TransferFailed(f"{name!r} arrived as {_shape(tensor)}, engine {self._name!r} holds {_shape(parameter)}")
+            raise TransferFailed(
+                f"{name!r} arrived as {_shape(tensor)}, engine {self._name!r} holds {_shape(parameter)}"
+            )
         if tensor.dtype != parameter.dtype:
             raise TransferFailed(f"{name!r} arrived as {tensor.dtype}, engine {self._name!r} holds {parameter.dtype}")
         return parameter
 
     def _receiver_of(self, transfer: Transfer) -> Receiver:
-        if self._receiver is None or self._uid != transfer.plan.uid:
-            receiver, self._receiver, self._uid = self._receiver, None, ""
-            if receiver is not None:
-                receiver.close()
-            resharder = transfer.resharder.load()(transfer.options, "")
-            self._receiver, self._uid = resharder.receiver(transfer.plan, transfer.member), transfer.plan.uid
-        return self._receiver
+        if self._receiver is not None and self._uid == transfer.plan.uid:
+            return self._receiver
+        old, self._receiver = self._receiver, None
+        if old is not None:
+            old.close()
+        resharder = transfer.resharder.load()(transfer.options, "")
+        receiver: Receiver = resharder.receiver(transfer.plan, transfer.member)
+        self._receiver, self._uid = receiver, transfer.plan.uid
+        return receiver
 
 
 def commit(parameters: Mapping[str, Tensor], staged: Mapping[str, Tensor]) -> None:
