@@ -34,6 +34,7 @@ NUM_REQUESTS = 64
 class Cpu:
     name: str = "cpu"
     collective: str = "gloo"
+    resource: str = ""
 
 
 @dataclass(frozen=True)

@@ -167,7 +167,7 @@ class RayCluster:
             ray.init(address=self._options.address, **common)
         else:
             # A token of this run's own: nobody else's process joins, and nothing is written into the user's home.
-            env.setdefault({"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)})
+            env.setdefault({"RAY_AUTH_TOKEN": secrets.token_hex(32)})
             ray.init(
                 num_cpus=os.cpu_count() or 1,
                 resources={"train": 1024, "infer": 1024},

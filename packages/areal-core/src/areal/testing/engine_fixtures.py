@@ -28,6 +28,7 @@ class HostCpu:
 
     name = "cpu"
     collective = "gloo"
+    resource = ""
 
     def is_available(self) -> bool:
         return True

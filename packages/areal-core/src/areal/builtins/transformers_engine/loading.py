@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedConfig, PreTrainedModel
 from transformers.utils import logging
 
@@ -35,7 +36,7 @@ def load_model(spec: ModelSpec, device: str, attention: str) -> PreTrainedModel:
             spec.path, config=config, dtype=dtype, attn_implementation=attention, **source
         )
         model = model.to(device)
-    except (OSError, ValueError, KeyError, RuntimeError, ImportError, AssertionError) as error:
+    except (OSError, ValueError, KeyError, RuntimeError, ImportError, AssertionError, SafetensorError) as error:
         raise _unreadable(spec.path, error) from error
     finally:
         if progress_bar:
@@ -66,11 +67,12 @@ def refuse_config(config: PreTrainedConfig, path: str) -> None:
 def stop_ids(model: PreTrainedModel, path: str) -> frozenset[int]:
     """Return the ids that always end a completion: the generation config's EOS, or else the tokenizer's."""
     eos = getattr(model.generation_config, "eos_token_id", None)
-    if eos is None:
+    # Without tokenizer files transformers makes up a tokenizer of the model's family, with ids of its own.
+    if eos is None and (not Path(path).is_dir() or Path(path, "tokenizer_config.json").exists()):
         try:
             eos = AutoTokenizer.from_pretrained(path, local_files_only=True).eos_token_id
-        except (OSError, ValueError, KeyError):  # a folder without tokenizer: only the request's own stop tokens
-            eos = None
+        except (OSError, ValueError, KeyError):
+            eos = None  # only the request's own stop tokens end it
     if eos is None:
         return frozenset()
     return frozenset(eos) if isinstance(eos, list) else frozenset([eos])
