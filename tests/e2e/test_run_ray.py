@@ -83,6 +83,8 @@ def processes() -> Iterator[Processes]:
     for process in started:
         if process.poll() is None:
             os.killpg(process.pid, signal.SIGKILL)
+        if process.stdout is not None and not process.stdout.closed:
+            process.communicate()
 
 
 def test_a_run_from_start_to_end(tmp_path: Path) -> None:
@@ -134,7 +136,7 @@ def test_kill_9_of_the_controller_loses_nothing(tmp_path: Path, processes: Proce
     processes.append(process)
     wait_for_step(tmp_path, 6, process)
     os.kill(process.pid, signal.SIGKILL)
-    process.wait()
+    process.communicate()
     run = run_folder(tmp_path)
     with sqlite3.connect(run / "journal.sqlite") as journal:
         before = set(journal.execute("SELECT group_number, sample FROM trajectories"))

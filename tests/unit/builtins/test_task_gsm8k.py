@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from areal.builtins.tasks.answers import after_mark, in_tag, last_number
-from areal.builtins.tasks.gsm8k import Gsm8k, Gsm8kOptions
+from areal.builtins.tasks.gsm8k import Gsm8k, Gsm8kOptions, read_dataset
 from areal.contracts.specs import EnvironmentContext
 from areal.errors import ConfigError, MissingLibrary
 from areal.testing.environment import ScriptedClient
@@ -55,19 +55,14 @@ def test_a_folder_has_a_file_for_each_split(tmp_path: Path):
     assert environment.prompts("test")[0].messages == ({"role": "user", "content": "What is 6 times 7?!"},)
 
 
-def test_a_name_goes_to_the_datasets_library(tmp_path: Path):
-    pytest.importorskip("datasets")
+def test_a_name_goes_to_the_datasets_library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    datasets = pytest.importorskip("datasets")
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
     repository = tmp_path / "mine"
     repository.mkdir()
-    write(repository / "train.parquet")
-    (repository / "train.parquet").unlink()
-    import datasets
-
     for split, num_rows in (("train", 5), ("test", 2)):
         rows = datasets.Dataset.from_list([ROW] * num_rows)
         rows.to_parquet(repository / f"{split}-00000-of-00001.parquet")
-    from areal.builtins.tasks.gsm8k import read_dataset
-
     options = Gsm8kOptions(data=str(repository))
     assert [len(read_dataset(options, split)) for split in ("train", "test")] == [5, 2]
     with pytest.raises(ConfigError, match="cannot load split 'nope' of dataset"):

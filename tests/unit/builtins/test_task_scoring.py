@@ -112,9 +112,7 @@ async def test_what_the_scorer_started_dies_with_it(scorers: str, tmp_path: Path
     assert not alive(int(note.read_text()))
 
 
-async def test_output_and_temporary_files_disturb_nobody(
-    scorers: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
+async def test_output_and_temporary_files_disturb_nobody(scorers: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     scorer: Any = Scorer(f"{scorers}:writes", 20)
     for _ in range(2):

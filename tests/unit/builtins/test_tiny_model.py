@@ -38,7 +38,9 @@ def test_the_seed_decides_the_weights_and_nothing_else_changes(folder: str, tmp_
     again = write_tiny_model(tmp_path / "again", seed=3)
     assert torch.equal(torch.rand(3), expected)
     other = write_tiny_model(tmp_path / "other", seed=4)
-    first, same, different = (AutoModelForCausalLM.from_pretrained(path).state_dict() for path in (folder, again, other))
+    first, same, different = (
+        AutoModelForCausalLM.from_pretrained(path).state_dict() for path in (folder, again, other)
+    )
     assert all(torch.equal(first[name], same[name]) for name in first)
     assert not torch.equal(first["model.embed_tokens.weight"], different["model.embed_tokens.weight"])
 

@@ -81,7 +81,8 @@ def test_full_attention_is_accepted() -> None:
     "config",
     [
         MambaConfig(hidden_size=32, num_hidden_layers=1, vocab_size=32, state_size=4),
-        BertConfig(hidden_size=32, num_hidden_layers=2, num_attention_heads=2, intermediate_size=32, vocab_size=32),
+        BertConfig(hidden_size=32, num_hidden_layers=2, num_attention_heads=2, intermediate_size=32, vocab_size=32,
+            initializer_range=0.1),
     ],
 )
 def test_models_that_are_not_causal_transformers(tmp_path: Path, config: Any) -> None:

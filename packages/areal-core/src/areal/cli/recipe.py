@@ -8,11 +8,11 @@ from typing import Any
 import rich_click as click
 
 _SELECTIONS = {
-    "engine": "Inference engine, instead of the recipe's.",
-    "backend": "Training backend, instead of the recipe's.",
-    "device": "Accelerator, instead of the recipe's.",
-    "reshard": "Way of the weights to the engines, instead of the recipe's.",
-    "cluster": "Where workers run, instead of the recipe's.",
+    "engine": "Inference engine.",
+    "backend": "Training backend.",
+    "device": "Accelerator.",
+    "reshard": "Way of the weights to the engines.",
+    "cluster": "Where workers run.",
 }
 
 
@@ -21,6 +21,10 @@ def recipe_arguments(command: Callable[..., Any]) -> Callable[..., Any]:
 
     Selecting another component than the recipe's drops the recipe's options for the old one (`load_recipe`).
     """
+    # Panels are how --help groups options.
+    command = click.option_panel("Components, instead of the recipe's", options=[f"--{name}" for name in _SELECTIONS])(
+        command
+    )
     for name, meaning in reversed(_SELECTIONS.items()):
         command = click.option(f"--{name}", metavar="NAME", help=meaning)(command)
     return click.argument("arguments", nargs=-1, metavar="[RECIPE] [KEY.SUB=VALUE]...")(command)

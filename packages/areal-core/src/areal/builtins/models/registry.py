@@ -80,7 +80,9 @@ def pull(name: str, to: Path | None = None, progress: Progress = lambda stage, d
     fails.
     """
     if name not in MODELS:
-        raise ConfigError(f"no model named {name!r} to pull; there are: {', '.join(MODELS)}{did_you_mean(name, MODELS)}")
+        raise ConfigError(
+            f"no model named {name!r} to pull; there are: {', '.join(MODELS)}{did_you_mean(name, MODELS)}"
+        )
     model, folder = MODELS[name], (to or default_folder(name)).expanduser().absolute()
     if is_complete(folder):
         return folder, False

@@ -1,7 +1,7 @@
 """Scoring in a process that can be killed: a scorer that hangs, crashes or eats memory costs one outcome, not the run.
 
-    episode ──► Scorer ──(one JSON line over a socket)──► child: function(**arguments)
-                   └── past the deadline: kill the child's process group, start another at the next call
+episode ──► Scorer ──(one JSON line over a socket)──► child: function(**arguments)
+               └── past the deadline: kill the child's process group, start another at the next call
 """
 
 from __future__ import annotations

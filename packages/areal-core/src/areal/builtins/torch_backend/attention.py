@@ -43,8 +43,10 @@ def attend(
     """Return causal attention within rows, [1, T, H, Dv]; query [1, H, T, D], key [1, K, T, D], value [1, K, T, Dv].
 
     Everything around attention works on the T tokens without padding; only here each group is laid out as [B, L].
-    Masks are not used and dropout is off.
+    Dropout is off. ValueError for what some models add to plain attention and this function does not do.
     """
+    if attention_mask is not None or others.get("softcap") or others.get("s_aux") is not None:
+        raise ValueError("its attention has a mask of its own, capped scores or sinks")
     outputs: list[Tensor] = []
     # On CPUs bfloat16 attention is slower than float32.
     on_cpu = query.device.type == "cpu"

@@ -1,0 +1,219 @@
+"""Packed rows give the logprobs and the gradients of padded batches, for every kind of model that is accepted."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from areal.builtins.torch_backend.model import PackedModel
+from areal.builtins.torch_backend.packing import micro_batches, pack
+from areal.contracts.messages import Row
+from areal.contracts.specs import AmpSpec, BackendContext, ModelSpec, TrainingSpec
+from areal.errors import WorkerFailed
+from areal.testing.engine_fixtures import HostCpu
+from areal.testing.models import tiny_model
+
+CPU = torch.device("cpu")
+MANY = 1 << 24
+TEMPERATURE = 0.8
+SIZES = {
+    "vocab_size": 64,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "max_position_embeddings": 128,
+    "initializer_range": 0.15,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+OTHERS: dict[str, dict[str, Any]] = {
+    "mistral": {"sliding_window": 5},
+    "gemma3_text": {
+        "sliding_window": 5,
+        "query_pre_attn_scalar": 16,
+        "layer_types": ["sliding_attention", "full_attention"],
+        "final_logit_softcapping": 3.0,
+    },
+    "cohere": {"logit_scale": 0.3},
+    "granite": {"logits_scaling": 3.0, "attention_multiplier": 0.1},
+    "qwen3_moe": {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32},
+}
+
+
+def context(path: str, **training: Any) -> BackendContext:
+    return BackendContext(
+        model=ModelSpec(path=path), training=TrainingSpec(**training), accelerator=HostCpu(), seed=0
+    )
+
+
+def other_model(folder: Path, arch: str, **sizes: Any) -> str:
+    config = AutoConfig.for_model(arch, **{**SIZES, **OTHERS.get(arch, {}), **sizes})
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        AutoModelForCausalLM.from_config(config).save_pretrained(folder)
+    return str(folder)
+
+
+def some_rows(seed: int = 0) -> list[Row]:
+    """Return rows of 2 to 30 tokens, two prompts with several answers among them, and gaps in the masks."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def draw(size: int, high: int = 64) -> list[int]:
+        return torch.randint(high, (size,), generator=generator).tolist()
+
+    prompts = [draw(4), draw(9)]
+    rows = []
+    for number in range(14):
+        prompt = [*prompts[number % 2]] if number < 10 else draw(1)
+        answer = draw(1 + 2 * number)
+        mask = [False] * len(prompt) + [bool(x) for x in draw(len(answer) - 1, 3)] + [number % 3 > 0]
+        mask[len(prompt)] = True
+        length = len(mask)
+        rows.append(
+            Row(
+                token_ids=(*prompt, *answer),
+                loss_mask=tuple(mask),
+                logprobs=(0.0,) * length,
+                versions=(0,) * length,
+                advantages=(1.0,) * length,
+            )
+        )
+    return rows
+
+
+def padded(module: Any, rows: list[Row]) -> tuple[Tensor, Tensor]:
+    """Return logprobs and entropies of the trained tokens, row after row, from one padded batch."""
+    ids = pad_sequence([torch.tensor(row.token_ids) for row in rows], batch_first=True)
+    present = pad_sequence([torch.ones(len(row.token_ids)) for row in rows], batch_first=True)
+    mask = pad_sequence([torch.tensor(row.loss_mask) for row in rows], batch_first=True)[:, 1:]
+    logits = module(input_ids=ids, attention_mask=present, use_cache=False).logits[:, :-1].float() / TEMPERATURE
+    table = logits.log_softmax(-1)
+    logprobs = table.gather(-1, ids[:, 1:, None]).squeeze(-1)
+    return logprobs[mask], -(table.exp() * table).sum(-1)[mask]
+
+
+def weighted(logprobs: Tensor, entropies: Tensor) -> Tensor:
+    """Return a number that depends on every token and is a sum over tokens."""
+    weights = torch.linspace(-1, 1, len(logprobs))
+    return (weights * logprobs + 0.3 * entropies).sum() / len(logprobs)
+
+
+def in_packed_order(rows: list[Row]) -> list[Row]:
+    (chosen,) = micro_batches(rows, MANY)
+    return [rows[i] for i in chosen]
+
+
+def check(path: str, amp: AmpSpec | None = None, max_logits: int = MANY, **training: Any) -> None:
+    reference = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
+    model = PackedModel(context(path, amp=amp or AmpSpec(), **training), CPU, max_logits)
+    rows = in_packed_order(some_rows())
+    logprobs, entropies = model.token_logprobs(pack(rows, range(len(rows)), CPU), TEMPERATURE)
+    expected = padded(reference, rows)
+    torch.testing.assert_close((logprobs, entropies), expected, atol=2e-5, rtol=1e-5)
+    weighted(logprobs, entropies).backward()
+    weighted(*expected).backward()
+    for (name, ours), theirs in zip(model.module.named_parameters(), reference.parameters(), strict=True):
+        wanted = torch.zeros_like(theirs) if theirs.grad is None else theirs.grad
+        torch.testing.assert_close(
+            torch.zeros_like(ours) if ours.grad is None else ours.grad, wanted, atol=1e-5, rtol=1e-4, msg=name
+        )
+
+
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("arch", ["llama", "qwen2", "qwen3"])
+def test_gradients_are_those_of_a_padded_batch(arch: Any, tied: bool, tmp_path: Path) -> None:
+    check(tiny_model(tmp_path, arch=arch, tied=tied))
+
+
+def test_learnt_positions_restart_in_every_row(tmp_path: Path) -> None:
+    check(tiny_model(tmp_path, arch="gpt2"))
+
+
+@pytest.mark.parametrize("arch", list(OTHERS))
+def test_windows_scales_caps_and_experts(arch: str, tmp_path: Path) -> None:
+    check(other_model(tmp_path, arch))
+
+
+def test_activation_checkpointing_and_pieces_of_logits_change_nothing(tmp_path: Path) -> None:
+    check(tiny_model(tmp_path), activation_checkpointing=True, max_logits=64 * 3)
+
+
+def test_dropout_is_off_in_training_mode(tmp_path: Path) -> None:
+    path = other_model(tmp_path, "llama", attention_dropout=0.5)
+    check(path, activation_checkpointing=True)
+    folder = tmp_path / "gpt2"
+    config = AutoConfig.for_model("gpt2", vocab_size=64, n_embd=64, n_layer=2, n_head=2, attn_pdrop=0.5, resid_pdrop=0.5)
+    AutoModelForCausalLM.from_config(config).save_pretrained(folder)
+    check(str(folder), activation_checkpointing=True)
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
+def test_half_precision_stays_near_float32(dtype: Any, tmp_path: Path) -> None:
+    path = tiny_model(tmp_path)
+    rows = in_packed_order(some_rows())
+    packed = pack(rows, range(len(rows)), CPU)
+    found = []
+    for amp in (AmpSpec(), AmpSpec(enabled=True, dtype=dtype)):
+        model = PackedModel(context(path, amp=amp), CPU, MANY)
+        logprobs, _ = model.token_logprobs(packed, 1.0)
+        assert logprobs.dtype == torch.float32
+        logprobs.mean().backward()
+        assert all(p.dtype == p.grad.dtype == torch.float32 for p in model.module.parameters())
+        found.append(logprobs)
+    assert 0 < float((found[0] - found[1]).abs().max()) < 0.5
+
+
+def no_model(tmp_path: Path) -> str:
+    return ""
+
+
+def no_folder(tmp_path: Path) -> str:
+    return str(tmp_path / "nothing-here")
+
+
+def no_config(tmp_path: Path) -> str:
+    return str(tmp_path)
+
+
+def recurrent(tmp_path: Path) -> str:
+    return other_model(tmp_path, "mamba", state_size=8)
+
+
+def capped_scores(tmp_path: Path) -> str:
+    return other_model(tmp_path, "gemma2", query_pre_attn_scalar=16)
+
+
+def encoder(tmp_path: Path) -> str:
+    return other_model(tmp_path, "bert", is_decoder=False)
+
+
+@pytest.mark.parametrize(
+    ("make", "words"),
+    [
+        (no_model, "model.path is empty"),
+        (no_folder, "is not a folder here"),
+        (no_config, "cannot load a causal language model"),
+        (recurrent, "off by"),
+        (capped_scores, "capped scores"),
+        (encoder, "cannot train"),
+    ],
+)
+def test_what_cannot_be_trained_is_refused_in_one_sentence(
+    make: Callable[[Path], str], words: str, tmp_path: Path
+) -> None:
+    path = make(tmp_path)
+    with pytest.raises(WorkerFailed, match=words) as caught:
+        PackedModel(context(path), CPU, MANY)
+    assert "\n" not in str(caught.value)
+    assert path in str(caught.value)
