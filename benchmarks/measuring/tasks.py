@@ -9,7 +9,6 @@ from areal.contracts.environment import Client, Split
 from areal.contracts.messages import Outcome, Prompt
 from areal.contracts.options import Options
 from areal.contracts.specs import EnvironmentContext
-
 from measuring import rewards
 
 NUM_PROMPTS = {"train": 1000, "test": 64}

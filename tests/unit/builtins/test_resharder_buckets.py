@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import tempfile
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from typing import Any
 
 import pytest
@@ -65,7 +66,7 @@ def roads(bucket_bytes: int, folder: str) -> list[Any]:
 
 
 @pytest.mark.parametrize("road", ["disk", "shared memory", "gloo"])
-@settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(
     sent=tensors(),
     dtype=st.sampled_from(DTYPES),
@@ -78,15 +79,17 @@ def test_exact_bytes_arrive_exactly_once(
     specs = tuple(TensorSpec(name=n, shape=tuple(t.shape), dtype=str(t.dtype).removeprefix("torch.")) for n, t in sent)
     target = Layout(host="h", dtype=str(dtype).removeprefix("torch."))
     wanted = [(n, t.to(dtype) if t.is_floating_point() else t) for n, t in sent]
-    with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(num_receivers) as pool:
+    with ExitStack() as stack:
+        folder = stack.enter_context(tempfile.TemporaryDirectory())
+        pool = stack.enter_context(ThreadPoolExecutor(num_receivers))
         resharder = roads(bucket_bytes, folder)[["disk", "shared memory", "gloo"].index(road)]
         plan = resharder.plan(Layout(host="h", tensors=specs), [target] * num_receivers)
         sender, receivers = resharder.sender(plan), [resharder.receiver(plan, i) for i in range(num_receivers)]
+        for half in (sender, *receivers):
+            stack.callback(half.close)
         arriving = [pool.submit(lambda receiver: list(receiver.receive(1, 30)), receiver) for receiver in receivers]
         receipt = sender.send(1, sent, 30)
         arrived = [future.result() for future in arriving]
-        for half in (sender, *receivers):
-            half.close()
     for one in arrived:
         assert [name for name, _ in one] == [name for name, _ in wanted]
         for (_, got), (_, want) in zip(one, wanted, strict=True):

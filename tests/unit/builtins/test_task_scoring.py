@@ -52,6 +52,10 @@ def alive(pid: int) -> bool:
     return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
 
 
+def temporary_files(folder: Path) -> list[Path]:
+    return list(folder.glob("areal-scorer-*/*"))
+
+
 async def test_a_reward_and_metrics_come_back(scorers: str):
     outcome = await Scorer(f"{scorers}:right", 20).score(text="four")
     assert (outcome.status, outcome.reward, outcome.metrics) == ("ok", 1.0, {"length": 4.0})
@@ -106,9 +110,7 @@ async def test_what_the_scorer_started_dies_with_it(scorers: str, tmp_path: Path
     note = tmp_path / "pid"
     outcome = await Scorer(f"{scorers}:with_child", 3).score(text=str(note))
     assert outcome.status == "timeout"
-    deadline = time.monotonic() + 10
-    while alive(int(note.read_text())) and time.monotonic() < deadline:
-        await asyncio.sleep(0.05)
+    await asyncio.sleep(0.5)  # its new parent, init, reaps it
     assert not alive(int(note.read_text()))
 
 
@@ -118,10 +120,10 @@ async def test_output_and_temporary_files_disturb_nobody(scorers: str, tmp_path:
     for _ in range(2):
         outcome = await scorer.score(text="")
         assert (outcome.reward, outcome.metrics) == (1.0, {"inside": 1.0})
-    assert list(tmp_path.glob("areal-scorer-*/*"))
+    assert len(temporary_files(tmp_path)) == 2
     pid = scorer.pid
     del scorer
     await asyncio.sleep(0.1)  # the scorer's thread lets go of it a moment after the outcome is there
     gc.collect()
     assert not alive(pid)
-    assert not list(tmp_path.glob("areal-scorer-*"))
+    assert not temporary_files(tmp_path)

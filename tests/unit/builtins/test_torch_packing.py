@@ -67,7 +67,9 @@ def test_every_trained_token_is_predicted_from_exactly_what_stands_before_it(row
 def _prefixes(packed: Packed) -> list[tuple[int, ...]]:
     """Return for each node the tokens of its row up to it, read from the lines that attention sees."""
     tokens, positions, first = (t.tolist() for t in (packed.token_ids, packed.positions, packed.groups.first))
-    places = [(line.tolist(), column) for group in packed.groups.indices for line in group for column in range(len(line))]
+    places = [
+        (line.tolist(), column) for group in packed.groups.indices for line in group for column in range(len(line))
+    ]
     prefixes = []
     for node, place in enumerate(first):
         line, column = places[place]

@@ -123,13 +123,15 @@ def test_load_counts_what_runs_and_what_waits(model_path: str) -> None:
 
     async def work() -> dict[str, float]:
         running = asyncio.ensure_future(gather(engine, mixed(10, max_new_tokens=400)))
-        while engine.load()["steps_total"] < 3:
+        for _ in range(5):
             await asyncio.sleep(0)
         load = engine.load()
-        while not running.done():
+        for _ in range(10):
             await engine.pause("abort")
             await engine.resume()
             await asyncio.sleep(0)
+            await asyncio.sleep(0)
+        await running
         return load
 
     load = run(engine, work)
@@ -174,17 +176,16 @@ def test_a_request_that_cannot_run_is_refused(model_path: str, asked: GenerateRe
     assert len(run(engine, work).token_ids) <= 2
 
 
-def test_a_failing_step_fails_its_requests_and_no_others(model_path: str) -> None:
+def test_a_failing_step_fails_its_requests_and_no_others(model_path: str, monkeypatch: pytest.MonkeyPatch) -> None:
     engine = make(model_path, max_batch=4)
 
     async def work() -> tuple[list[Any], Completion]:
         model = engine._model
         assert model is not None
-        decode, model.decode = model.decode, _out_of_memory
-        results = await asyncio.gather(
-            *(engine.generate(r) for r in mixed(4, max_new_tokens=5)), return_exceptions=True
-        )
-        model.decode = decode
+        monkeypatch.setattr(model, "decode", _out_of_memory)
+        calls = [engine.generate(r) for r in mixed(4, max_new_tokens=5)]
+        results = await asyncio.gather(*calls, return_exceptions=True)
+        monkeypatch.undo()
         return results, await engine.generate(request([1, 2, 3], max_new_tokens=5))
 
     results, completion = run(engine, work)

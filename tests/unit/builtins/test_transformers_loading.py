@@ -55,7 +55,7 @@ def test_a_model_type_nobody_knows(tmp_path: Path) -> None:
 
 
 def test_an_unknown_dtype(tmp_path: Path) -> None:
-    with pytest.raises(WorkerFailed, match="model.dtype is 'float7'"):
+    with pytest.raises(WorkerFailed, match=r"model\.dtype is 'float7'"):
         load_model(ModelSpec(path=tiny_model(tmp_path), dtype="float7"), "cpu", "sdpa")  # type: ignore[arg-type]
 
 
@@ -81,8 +81,14 @@ def test_full_attention_is_accepted() -> None:
     "config",
     [
         MambaConfig(hidden_size=32, num_hidden_layers=1, vocab_size=32, state_size=4),
-        BertConfig(hidden_size=32, num_hidden_layers=2, num_attention_heads=2, intermediate_size=32, vocab_size=32,
-            initializer_range=0.1),
+        BertConfig(
+            hidden_size=32,
+            num_hidden_layers=2,
+            num_attention_heads=2,
+            intermediate_size=32,
+            vocab_size=32,
+            initializer_range=0.1,
+        ),
     ],
 )
 def test_models_that_are_not_causal_transformers(tmp_path: Path, config: Any) -> None:

@@ -5,13 +5,14 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
+from pydantic import Field, NonNegativeFloat
+
 from areal.contracts.component import Component
 from areal.contracts.engine import Engine, PauseMode, ReportsLoad
 from areal.contracts.messages import Completion, GenerateRequest
 from areal.contracts.options import Options
 from areal.contracts.specs import EngineContext
 from areal.contracts.transfer import Layout, Receipt, Transfer
-from pydantic import Field, NonNegativeFloat
 
 
 class DelayedEngineOptions(Options):

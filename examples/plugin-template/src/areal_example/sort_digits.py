@@ -5,11 +5,12 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 
+from pydantic import Field
+
 from areal.contracts.environment import Client, Split
 from areal.contracts.messages import Outcome, Prompt
 from areal.contracts.options import Options
 from areal.contracts.specs import EnvironmentContext
-from pydantic import Field
 
 
 class SortDigitsOptions(Options):

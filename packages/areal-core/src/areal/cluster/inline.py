@@ -4,42 +4,76 @@ from __future__ import annotations
 
 import asyncio
 import inspect
-from collections.abc import AsyncIterator
+import traceback
+from collections.abc import AsyncGenerator, AsyncIterator, Callable
+from contextlib import aclosing, asynccontextmanager
 from typing import Any
 
 from areal import env
 from areal.contracts.cluster import WorkerDeath, WorkerSpec
 from areal.contracts.component import import_object
 from areal.contracts.options import Options
-from areal.errors import WorkerDied, WorkerFailed
+from areal.errors import ArealError, WorkerDied, WorkerFailed
 
 
 class InlineHandle:
     """A worker that is an object of this process. Invariant: sync methods run at once, in the order of the calls."""
 
-    def __init__(self, name: str, worker: Any) -> None:
+    def __init__(self, name: str, worker: Any, on_end: Callable[[WorkerDeath], None]) -> None:
         self.name = name
         self._worker = worker
+        self._on_end = on_end
+        self._open: set[asyncio.Timeout] = set()
 
     async def call(self, method: str, *args: Any, deadline_s: float | None = None) -> Any:
-        if self._worker is None:
-            raise WorkerDied(f"{self.name} was asked for {method!r} after it had ended")
-        try:
-            async with asyncio.timeout(deadline_s):
-                result = getattr(self._worker, method)(*args)
-                return await result if inspect.isawaitable(result) else result
-        except TimeoutError:
-            raise WorkerFailed(f"{self.name} did not answer {method!r} within {deadline_s:g} s") from None
+        async with self._waiting(method, deadline_s):
+            result = getattr(self._worker, method)(*args)
+            return await result if inspect.isawaitable(result) else result
 
     async def stream(self, method: str, *args: Any) -> AsyncIterator[Any]:
+        async with self._waiting(method, None):
+            items: AsyncGenerator[Any] = getattr(self._worker, method)(*args)
+        async with aclosing(items):
+            while True:
+                async with self._waiting(method, None):
+                    try:
+                        item = await anext(items)
+                    except StopAsyncIteration:
+                        return
+                yield item
+
+    @asynccontextmanager
+    async def _waiting(self, method: str, deadline_s: float | None) -> AsyncIterator[None]:
+        """End what is inside when the deadline passes or the worker is killed, and say which of the two it was."""
         if self._worker is None:
             raise WorkerDied(f"{self.name} was asked for {method!r} after it had ended")
-        async for item in getattr(self._worker, method)(*args):
-            yield item
+        deadline = asyncio.timeout(deadline_s)
+        try:
+            async with deadline:
+                self._open.add(deadline)
+                try:
+                    yield
+                finally:
+                    self._open.discard(deadline)
+        except ArealError:
+            raise
+        except Exception as error:
+            if not deadline.expired():
+                traceback.print_exc()  # the same sentence as from another process, and what a debugger wants to see
+                raise WorkerFailed(f"{self.name} failed in {method!r}: {type(error).__name__}: {error}") from error
+            if self._worker is None:
+                raise WorkerDied(f"{self.name} was ended while it was asked for {method!r}") from None
+            raise WorkerFailed(f"{self.name} did not answer {method!r} within {deadline_s:g} s") from None
 
     async def kill(self) -> None:
         worker, self._worker = self._worker, None
-        if worker is not None and hasattr(worker, "close"):
+        if worker is None:
+            return
+        for deadline in self._open:
+            if not deadline.expired():
+                deadline.reschedule(0.0)
+        self._on_end(WorkerDeath(name=self.name, reason="it was ended by the controller"))
+        if hasattr(worker, "close"):
             result = worker.close()
             if inspect.isawaitable(result):
                 await result
@@ -50,19 +84,27 @@ class InlineCluster:
 
     def __init__(self, options: Options, run_dir: str) -> None:
         self._handles: list[InlineHandle] = []
+        self._deaths: asyncio.Queue[WorkerDeath] = asyncio.Queue()
 
     async def start(self) -> None:
         """Nothing to start."""
 
     async def spawn(self, spec: WorkerSpec) -> InlineHandle:
         env.setdefault(spec.environment)
-        handle = InlineHandle(spec.name, import_object(spec.factory)(*spec.args))
+        try:
+            worker = import_object(spec.factory)(*spec.args)
+        except ArealError as error:
+            raise WorkerFailed(f"{spec.name} did not start: {error}") from error
+        except Exception as error:
+            traceback.print_exc()
+            raise WorkerFailed(f"{spec.name} did not start: {type(error).__name__}: {error}") from error
+        handle = InlineHandle(spec.name, worker, self._deaths.put_nowait)
         self._handles.append(handle)
         return handle
 
     async def watch(self) -> AsyncIterator[WorkerDeath]:
-        await asyncio.Event().wait()  # objects do not die; the controller cancels this wait when it ends
-        yield WorkerDeath(name="", reason="")
+        while True:
+            yield await self._deaths.get()  # objects end only by `kill`
 
     async def close(self) -> None:
         for handle in reversed(self._handles):

@@ -9,6 +9,7 @@ import os
 import pickle
 import re
 import secrets
+import uuid
 from collections import deque
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -19,7 +20,7 @@ from pydantic import Field
 from ray.exceptions import RayError
 
 from areal import env
-from areal.cluster.host import CANCEL, Call, Host, Result
+from areal.cluster.host import CANCEL, Call, Host, Kind, Result
 from areal.contracts.cluster import WorkerDeath, WorkerSpec
 from areal.contracts.options import Options
 from areal.errors import WorkerDied, WorkerFailed
@@ -48,7 +49,7 @@ class RayHandle:
         self.name = name
         self._actor = actor
         self._log_file = log_file
-        self._caller = f"{os.getpid()}-{id(self)}"
+        self._caller = uuid.uuid4().hex  # an id that comes again would be given the earlier handle's results
         self._ids = itertools.count()
         self._open: dict[int, asyncio.Queue[Result]] = {}
         self._outgoing: list[Call] = []
@@ -71,9 +72,7 @@ class RayHandle:
             raise
         finally:
             self._open.pop(call_id, None)
-        if kind == "error":
-            raise pickle.loads(value)
-        return pickle.loads(value)
+        return self._opened(method, kind, value)
 
     async def stream(self, method: str, *args: Any) -> AsyncIterator[Any]:
         call_id, results = self._send(method, args)
@@ -82,11 +81,10 @@ class RayHandle:
             while True:
                 _, kind, value = await results.get()
                 ended = kind != "item"
-                if kind == "error":
-                    raise pickle.loads(value)
-                if kind == "value":
+                item = self._opened(method, kind, value)
+                if ended:
                     return
-                yield pickle.loads(value)
+                yield item
         finally:
             self._open.pop(call_id, None)
             if not ended:
@@ -97,10 +95,22 @@ class RayHandle:
         ray.kill(self._actor, no_restart=True)
         self._fail_open(self._death)
 
+    def _opened(self, method: str, kind: Kind, pickled: bytes) -> Any:
+        try:
+            value = pickle.loads(pickled)
+        except Exception as error:
+            raise WorkerFailed(f"the answer of {self.name} to {method!r} cannot be read here: {error}") from error
+        if kind == "error":
+            raise value
+        return value
+
     def _send(self, method: str, args: tuple[Any, ...]) -> tuple[int, asyncio.Queue[Result]]:
         if self._death is not None:
             raise self._death
-        arguments = pickle.dumps(args)
+        try:
+            arguments = pickle.dumps(args)
+        except Exception as error:
+            raise WorkerFailed(f"{self.name} cannot be sent the arguments of {method!r}: {error}") from error
         call_id = next(self._ids)
         results: asyncio.Queue[Result] = asyncio.Queue()
         self._open[call_id] = results
@@ -116,7 +126,7 @@ class RayHandle:
 
     def _flush(self) -> None:
         calls, self._outgoing = self._outgoing, []
-        # Errors of the submission itself reach the open calls through the collector.
+        # A worker that is gone is noticed by the collector.
         self._actor.submit.remote(self._caller, calls)
 
     def _cancel(self, call_id: int) -> None:

@@ -27,7 +27,7 @@ class WorkerSpec:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerDeath:
-    """Invariant: reported once per worker that ended without being told to."""
+    """Invariant: reported once per worker that ended, by itself or by `kill`, while the cluster was open."""
 
     name: str
     reason: str

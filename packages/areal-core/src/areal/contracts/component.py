@@ -67,6 +67,9 @@ def import_object(path: str) -> Any:
         module = import_module(module_name)
     except ImportError as error:
         raise PluginError(f"cannot import {module_name!r} for {path!r}: {error}") from error
+    except Exception as error:
+        said = f"{type(error).__name__}: {error}"
+        raise PluginError(f"{module_name!r} failed while it was imported for {path!r}: {said}") from error
     try:
         return getattr(module, name)
     except AttributeError:

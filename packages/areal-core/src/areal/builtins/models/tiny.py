@@ -9,7 +9,9 @@ import torch
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, processors
 from transformers import GenerationConfig, PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
-PAD, BOS, EOS, UNKNOWN = SPECIAL_TOKENS = ("<pad>", "<bos>", "<eos>", "<unk>")
+SPECIAL_TOKENS = ("<pad>", "<bos>", "<eos>", "<unk>")
+PAD, BOS, EOS, UNKNOWN = range(4)
+"""Token ids of the special tokens."""
 CHARACTERS = string.digits + string.ascii_letters + string.punctuation + " \n"
 
 
@@ -21,25 +23,19 @@ def write_tiny_model(folder: str | Path, seed: int) -> str:
 
     Returns `folder` as text.
     """
-    tokenizer = character_tokenizer()
-    config = tiny_config(tokenizer)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        model = Qwen3ForCausalLM(config)
-    model.generation_config = GenerationConfig(
-        bos_token_id=config.bos_token_id,
-        eos_token_id=config.eos_token_id,
-        pad_token_id=config.pad_token_id,
-    )
+        model = Qwen3ForCausalLM(tiny_config())
+    model.generation_config = GenerationConfig(bos_token_id=BOS, eos_token_id=EOS, pad_token_id=PAD)
     model.save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
+    character_tokenizer().save_pretrained(folder)
     return str(folder)
 
 
-def tiny_config(tokenizer: PreTrainedTokenizerFast) -> Qwen3Config:
+def tiny_config() -> Qwen3Config:
     """Return the architecture: small enough to learn on one CPU core, deep enough to learn to reverse digits."""
     return Qwen3Config(
-        vocab_size=len(tokenizer),
+        vocab_size=len(SPECIAL_TOKENS) + len(CHARACTERS),
         hidden_size=128,
         intermediate_size=384,
         num_hidden_layers=2,
@@ -48,9 +44,9 @@ def tiny_config(tokenizer: PreTrainedTokenizerFast) -> Qwen3Config:
         head_dim=32,
         max_position_embeddings=2048,
         tie_word_embeddings=True,
-        bos_token_id=tokenizer.bos_token_id,
-        eos_token_id=tokenizer.eos_token_id,
-        pad_token_id=tokenizer.pad_token_id,
+        bos_token_id=BOS,
+        eos_token_id=EOS,
+        pad_token_id=PAD,
     )
 
 
@@ -60,19 +56,18 @@ def character_tokenizer() -> PreTrainedTokenizerFast:
     ``<bos>`` goes before every text that is encoded with special tokens.
     """
     vocabulary = {token: number for number, token in enumerate((*SPECIAL_TOKENS, *CHARACTERS))}
-    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token=UNKNOWN))
+    pad, bos, eos, unknown = SPECIAL_TOKENS
+    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token=unknown))
     # "[\s\S]" rather than ".", which does not match a line break.
     tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
     tokenizer.decoder = decoders.Fuse()
-    tokenizer.post_processor = processors.TemplateProcessing(
-        single=f"{BOS} $A", special_tokens=[(BOS, vocabulary[BOS])]
-    )
+    tokenizer.post_processor = processors.TemplateProcessing(single=f"{bos} $A", special_tokens=[(bos, BOS)])
     return PreTrainedTokenizerFast(
         tokenizer_object=tokenizer,
-        pad_token=PAD,
-        bos_token=BOS,
-        eos_token=EOS,
-        unk_token=UNKNOWN,
+        pad_token=pad,
+        bos_token=bos,
+        eos_token=eos,
+        unk_token=unknown,
         model_max_length=2048,
         padding_side="left",
     )

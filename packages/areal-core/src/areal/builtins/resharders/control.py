@@ -15,6 +15,8 @@ from areal.builtins.resharders.wire import Deadline
 
 # Below the range from which Linux takes ports for outgoing connections, so that none of those gets in the way.
 PORTS = range(20000, 32768)
+# Not the seeded generator: two runs with one seed on one machine would choose the same port.
+_chance = random.SystemRandom()
 # A process that is up writes its line at once; more is a stranger on our port.
 HELLO_S = 5.0
 
@@ -65,7 +67,7 @@ class Channel:
 def free_port(address: str) -> int:
     """Return a port that nobody uses at `address`; unchecked when the address is another machine's."""
     while True:
-        port = random.choice(PORTS)
+        port = _chance.choice(PORTS)
         with socket.socket(_family(address)) as probe:
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             try:

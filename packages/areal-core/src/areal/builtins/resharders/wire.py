@@ -103,4 +103,5 @@ def checked(
 
 def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
     """Return a contiguous tensor's memory as uint8 [num_bytes], without copying."""
-    return tensor.reshape(-1).view(torch.uint8)
+    # torch calls a tensor of one element contiguous whatever its stride, and `view` does not.
+    return tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8)

@@ -27,7 +27,7 @@ def score(program: str, timeout_s: float, memory_mb: int) -> dict[str, float]:
         if (pid := os.fork()) == 0:
             _run(program, folder, timeout_s, memory_mb, writer, proof)
         os.close(writer)
-        with open(reader, "rb") as pipe:
+        with os.fdopen(reader, "rb") as pipe:
             passed = float(pipe.read() == proof)
         os.waitpid(pid, 0)
     return {"reward": passed, "accuracy": passed}

@@ -29,7 +29,7 @@ class ReasoningGymOptions(Options):
 
     task: str
     """A name that reasoning-gym knows, for example ``chain_sum``."""
-    config: dict[str, Any] = {}
+    config: dict[str, Any] = Field(default_factory=dict)
     """The task's own settings, for example ``{min_terms: 2, max_terms: 2}``."""
     size: int = Field(default=1000, ge=1)
     """Length of the train split."""
@@ -110,8 +110,8 @@ def create_dataset(options: ReasoningGymOptions, config: dict[str, Any]) -> Any:
             "'reasoning_gym' needs reasoning-gym, which is not installed; "
             "install it with: pip install 'areal-core[tasks]'"
         )
-    import reasoning_gym
     from reasoning_gym.factory import DATASETS
+    from reasoning_gym.factory import create_dataset as make
 
     if options.task not in DATASETS:
         hint = did_you_mean(options.task, DATASETS) or "; see the gallery of reasoning-gym"
@@ -123,7 +123,7 @@ def create_dataset(options: ReasoningGymOptions, config: dict[str, Any]) -> Any:
         if key not in known:
             raise ConfigError(f"task {options.task!r} has no setting {key!r}{did_you_mean(key, known)}")
     try:
-        dataset = reasoning_gym.create_dataset(options.task, **config)
+        dataset = make(options.task, **config)
         dataset[0]
     except Exception as error:
         reason = " ".join(str(error).split())[:200] or type(error).__name__

@@ -6,7 +6,7 @@ import json
 from functools import lru_cache
 from typing import Any
 
-import reasoning_gym
+from reasoning_gym.factory import create_dataset
 
 
 def score(task: str, config: dict[str, Any], item: int, answer: str | None) -> dict[str, float]:
@@ -24,4 +24,4 @@ def _entry(task: str, config: str, item: int) -> tuple[Any, dict[str, Any]]:
 
 @lru_cache(maxsize=8)
 def _dataset(task: str, config: str) -> Any:
-    return reasoning_gym.create_dataset(task, **json.loads(config))
+    return create_dataset(task, **json.loads(config))

@@ -81,7 +81,7 @@ class TorchBackend:
             tokens = _token_batch(batch, packed, logprobs.detach(), entropy, computed_tokens)
             value, named = loss.loss(logprobs, tokens)
             self._optimizer.backward(value)
-            shares.append({"loss": value.detach(), **named})
+            shares.append({"loss": value, **named})
         grad_norm, skipped = self._optimizer.step(rate)
         self._num_updates += learning_rate is None
         return {
@@ -203,5 +203,5 @@ def _combined(shares: Sequence[Mapping[str, Tensor]]) -> dict[str, float]:
     values: dict[str, list[float]] = defaultdict(list)
     for share in shares:
         for name, value in share.items():
-            values[name].append(float(value))
+            values[name].append(float(value.detach()))
     return {name: max(numbers) if name.endswith("_max") else sum(numbers) for name, numbers in values.items()}

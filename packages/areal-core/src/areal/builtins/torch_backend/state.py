@@ -19,8 +19,12 @@ STATE_FILE = "trainer.pt"
 
 def load_tokenizer(path: str) -> PreTrainedTokenizerBase | None:
     """Return the tokenizer of a model folder or hub id, or None when it has none."""
+    folder = Path(path)
+    # transformers would make up a tokenizer without vocabulary.
+    if folder.is_dir() and not [*folder.glob("*token*"), *folder.glob("vocab*")]:
+        return None
     try:
-        return AutoTokenizer.from_pretrained(path, local_files_only=Path(path).is_dir())
+        return AutoTokenizer.from_pretrained(path, local_files_only=folder.is_dir())
     except (OSError, ValueError, KeyError):
         return None
 
@@ -31,11 +35,7 @@ def save_model(
     """Write the HF folder `folder` with weights cast to `dtype`; it appears whole or not at all."""
 
     def write(unfinished: Path) -> None:
-        weights = {
-            name: tensor.to(dtype) if tensor.is_floating_point() else tensor
-            for name, tensor in module.state_dict().items()
-        }
-        module.save_pretrained(unfinished, state_dict=weights)
+        module.save_pretrained(unfinished, state_dict=_cast(module, dtype))
         # save_pretrained notes the dtype of the module, not of what it wrote.
         written, module.config.dtype = module.config.dtype, dtype
         module.config.save_pretrained(unfinished)
@@ -44,6 +44,17 @@ def save_model(
             tokenizer.save_pretrained(unfinished)
 
     _replace_folder(folder, write)
+
+
+def _cast(module: PreTrainedModel, dtype: torch.dtype) -> dict[str, torch.Tensor]:
+    """Return the state with floating tensors in `dtype`; tied ones stay one tensor, so that they are written once."""
+    done: dict[int, torch.Tensor] = {}
+    weights: dict[str, torch.Tensor] = {}
+    for name, tensor in module.state_dict(keep_vars=True).items():
+        if id(tensor) not in done:
+            done[id(tensor)] = tensor.detach().to(dtype) if tensor.is_floating_point() else tensor
+        weights[name] = done[id(tensor)]
+    return weights
 
 
 def save_state(state: dict[str, Any], path: Path) -> None:

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import wandb
+import wandb  # pyright: ignore[reportMissingImports]
 from pydantic import ConfigDict
 
 from areal.contracts.options import Options

@@ -114,7 +114,14 @@ class SlotCache(Cache):
         self.window = Window()
         self._max_slots = max_slots
         self._max_tokens = max_tokens
-        super().__init__(layer_class_to_replicate=lambda: SlotLayer(self.window))  # pyright: ignore[reportArgumentType]
+        self._slot_layers: list[SlotLayer] = []
+        # transformers calls this for each layer it has not met yet; it need not be a class.
+        super().__init__(layer_class_to_replicate=self._new_layer)  # pyright: ignore[reportArgumentType]
+
+    def _new_layer(self) -> SlotLayer:
+        layer = SlotLayer(self.window)
+        self._slot_layers.append(layer)
+        return layer
 
     def prefill(self, start: int, stop: int, length: int, source: Tensor | None) -> None:
         """Announce a prefill of slots `start`..`stop`-1 with prompts padded to `length` tokens."""
@@ -132,11 +139,11 @@ class SlotCache(Cache):
 
     def move(self, moves: Sequence[tuple[int, int]], length: int) -> None:
         """Copy slots (source, target), positions below `length`; sources and targets are disjoint."""
-        if not moves or not self.layers:
+        if not moves or not self._slot_layers:
             return
-        device = self.layers[0].keys.device
+        device = self._slot_layers[0].keys.device
         source, target = torch.tensor(moves, device=device).unbind(1)
-        for layer in self.layers:
+        for layer in self._slot_layers:
             layer.move(source, target, min(length, self.window.capacity[1]))
 
     def _reserve(self, slots: int, tokens: int, used_slots: int) -> None:
@@ -149,6 +156,6 @@ class SlotCache(Cache):
             old_tokens, tokens = old_tokens, max(tokens, min(max(rounded, old_tokens * 3 // 2), self._max_tokens))
         else:
             tokens = old_tokens
-        for layer in self.layers:
+        for layer in self._slot_layers:
             layer.resize(new_slots, tokens, used_slots, old_tokens)
         self.window.capacity = (new_slots, tokens)

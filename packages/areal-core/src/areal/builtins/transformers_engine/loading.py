@@ -35,7 +35,7 @@ def load_model(spec: ModelSpec, device: str, attention: str) -> PreTrainedModel:
         model = AutoModelForCausalLM.from_pretrained(
             spec.path, config=config, dtype=dtype, attn_implementation=attention, **source
         )
-        model = model.to(device)
+        model = model.to(torch.device(device))
     except (OSError, ValueError, KeyError, RuntimeError, ImportError, AssertionError, SafetensorError) as error:
         raise _unreadable(spec.path, error) from error
     finally:

@@ -4,33 +4,15 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from areal.builtins.transformers_engine.cache import SlotCache
+from areal.builtins.transformers_engine.head import LmHead
 from areal.builtins.transformers_engine.loading import load_model, stop_ids
 from areal.contracts.specs import ModelSpec
 from areal.errors import WorkerFailed
-
-
-class LastToken:
-    """Keeps only each row's last real token in front of the LM head. Invariant: without `index` it does nothing.
-
-    A hook instead of ``logits_to_keep`` because rows of a padded pass end at different places, and instead of
-    calling the head here because some models scale or cap the logits behind it.
-    """
-
-    def __init__(self, head: nn.Module) -> None:
-        self.index: Tensor | None = None
-        head.register_forward_pre_hook(self)
-
-    def __call__(self, module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...] | None:
-        if self.index is None:
-            return None
-        hidden = args[0]
-        return (hidden[torch.arange(len(hidden), device=hidden.device), self.index].unsqueeze(1), *args[1:])
 
 
 class CausalModel:
@@ -45,7 +27,7 @@ class CausalModel:
         self.max_tokens: int = getattr(config, "max_position_embeddings", None) or 1 << 30
         head = self.module.get_output_embeddings()
         assert head is not None  # load_model has looked
-        self._last = LastToken(head)
+        self._head = LmHead(head)
         # transformers renamed the argument in 5.2x and will drop the old name.
         arguments = inspect.signature(type(self.module).forward).parameters
         self._cache_argument = "cache" if "cache" in arguments else "past_key_values"
@@ -75,11 +57,11 @@ class CausalModel:
         ids = torch.tensor(padded, device=self.device)
         source = torch.tensor(sources, device=self.device) if len(contexts) < len(sources) else None
         self.cache.prefill(start, start + len(sources), length, source)
-        self._last.index = torch.tensor([len(context) - 1 for context in contexts], device=self.device)
+        self._head.index = torch.tensor([len(context) - 1 for context in contexts], device=self.device)
         try:
             logits = self._forward(ids, torch.arange(length, device=self.device).expand(len(contexts), -1), None)
         finally:
-            self._last.index = None
+            self._head.index = None
         return logits if source is None else logits[source]
 
     @torch.inference_mode()
@@ -104,7 +86,7 @@ class CausalModel:
 
         Two rows of unequal length, padded prefill and one decode, against plain passes.
         """
-        contexts = [[i % self.vocab_size for i in range(1, size)] for size in (4, 7)]
+        contexts = [tuple(i % self.vocab_size for i in range(1, size)) for size in (4, 7)]
         try:
             self.prefill(0, [context[:-1] for context in contexts], [0, 1])
             lengths = [len(context) for context in contexts]

@@ -1,0 +1,71 @@
+"""Running one side as a process of its own: its cores, its log, its deadline."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+LAST_LINES = 30
+GRACE_S = 60.0
+"""A run that is asked to end finishes its step and saves."""
+
+
+def run_process(
+    command: Sequence[str], *, log: Path, cores: int, environment: Mapping[str, str], deadline_s: float
+) -> tuple[float, float]:
+    """Run a command on the first `cores` cores and return when it started and ended (seconds since 1970).
+
+    SystemExit with the log's last lines when it fails or does not end in time.
+    """
+    log.parent.mkdir(parents=True, exist_ok=True)
+    print(f"  load average {os.getloadavg()[0]:.2f}; running: {' '.join(command)}", flush=True)
+    ours = sorted(os.sched_getaffinity(0))[:cores]
+    if len(ours) < cores:
+        raise SystemExit(f"{cores} cores were asked for and this machine gives {len(ours)}; use --cores {len(ours)}")
+    started = time.time()
+    with log.open("w", encoding="utf-8") as output:
+        process = subprocess.Popen(
+            list(command),
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            env={**os.environ, **environment},
+            cwd=ROOT,
+            preexec_fn=lambda: os.sched_setaffinity(0, ours),
+        )
+        try:
+            code = process.wait(deadline_s)
+        except BaseException as error:
+            _end(process)
+            if isinstance(error, subprocess.TimeoutExpired):
+                raise SystemExit(f"no end within {deadline_s:g} s; the log is {log}\n{tail(log)}") from None
+            raise
+    if code:
+        raise SystemExit(f"the command ended with {code}; the log is {log}\n{tail(log)}")
+    return started, time.time()
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    process.send_signal(signal.SIGTERM)
+    try:
+        process.wait(GRACE_S)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait()
+
+
+def tail(log: Path) -> str:
+    return "\n".join(log.read_text(encoding="utf-8", errors="replace").splitlines()[-LAST_LINES:])
+
+
+def areal_command() -> list[str]:
+    """Return the command `areal` of the environment that this process runs in."""
+    command = Path(sys.executable).parent / "areal"
+    if not command.is_file():
+        raise SystemExit(f"{command} does not exist; run this with the Python that areal-core is installed in")
+    return [str(command)]
