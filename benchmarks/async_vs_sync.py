@@ -39,7 +39,9 @@ TIE = 0.03
 
 def main() -> None:
     args = arguments()
-    folder = args.folder or ROOT / "runs" / "benchmarks" / f"async_vs_sync-{time.strftime('%Y%m%d-%H%M%S')}"
+    folder = (
+        args.folder or ROOT / "runs" / "benchmarks" / f"async_vs_sync-{time.strftime('%Y%m%d-%H%M%S')}"
+    ).absolute()
     report: dict[str, Any] = {"arguments": {key: str(value) for key, value in vars(args).items()}, "cases": {}}
     for name in KINDS if args.case == "both" else [args.case]:
         report["cases"][name] = compare(name, KINDS[name], args, folder / name)
@@ -55,7 +57,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--rounds", type=int, default=1, help="how often each way runs")
     parser.add_argument("--cores", type=int, default=2)
     parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--model", help="Hugging Face folder to start from, instead of the case's own")
+    parser.add_argument("--smollm2", help="folder of SmolLM2-135M-Instruct; else: areal models pull smollm2")
     parser.add_argument("--deadline-s", type=float, default=3600.0, help="longest time for one run")
     parser.add_argument("--folder", type=Path, help="where everything is written; else below runs/benchmarks")
     parser.add_argument("--out", type=Path, help="JSON file for the figures")
@@ -66,7 +68,7 @@ def compare(name: str, case: Case, args: argparse.Namespace, folder: Path) -> di
     """Run one case in all three ways, print what came out and return it."""
     steps = args.steps or case.steps
     print(f"\n{name}: {case.title}, {steps} steps; load average {os.getloadavg()[0]:.2f}", flush=True)
-    model = initial_model(case, args.model, folder=folder, seed=args.seed, cores=args.cores)
+    model = initial_model(case, args.smollm2, folder=folder, seed=args.seed, cores=args.cores)
     summaries: dict[str, list[dict[str, float | None]]] = {}
     for number in range(args.rounds):
         for curve in one_round(case.recipe(model, args.seed, steps), args, folder / f"round-{number + 1}"):

@@ -32,7 +32,7 @@ COMPARED = ("median_step_s", "mean_step_s", "to_bar_s", "to_bar_from_command_s")
 def main() -> None:
     args = arguments()
     python = trl_python(args.trl_python)
-    folder = args.folder or ROOT / "runs" / "benchmarks" / f"vs_trl-{time.strftime('%Y%m%d-%H%M%S')}"
+    folder = (args.folder or ROOT / "runs" / "benchmarks" / f"vs_trl-{time.strftime('%Y%m%d-%H%M%S')}").absolute()
     report: dict[str, Any] = {"arguments": {key: str(value) for key, value in vars(args).items()}, "cases": {}}
     for name in CASES if args.case == "all" else [args.case]:
         report["cases"][name] = compare(name, CASES[name], args, python, folder / name)
@@ -50,7 +50,7 @@ def arguments() -> argparse.Namespace:
         "--cores", type=int, default=2, help="cores for each side: all TRL's, or shared by our processes"
     )
     parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--model", help="Hugging Face folder to start from, instead of the case's own")
+    parser.add_argument("--smollm2", help="folder of SmolLM2-135M-Instruct; else: areal models pull smollm2")
     parser.add_argument("--trl-python", help="Python that has TRL 1.16.0; else .venvs/trl, made if need be")
     parser.add_argument(
         "--trl-wait-policy",
@@ -69,7 +69,7 @@ def compare(name: str, case: Case, args: argparse.Namespace, python: str, folder
     """Run all sides of one case, print what came out and return it."""
     steps = args.steps or case.steps
     print(f"\n({name}) {case.title}, {steps} steps; load average {os.getloadavg()[0]:.2f}", flush=True)
-    model = initial_model(case, args.model, folder=folder, seed=args.seed, cores=args.cores)
+    model = initial_model(case, args.smollm2, folder=folder, seed=args.seed, cores=args.cores)
     curves: dict[str, list[Curve]] = {}
     for number in range(args.rounds):
         for curve in one_round(case, args, model, steps, python, folder / f"round-{number + 1}"):

@@ -127,18 +127,18 @@ CASES = {
 }
 
 
-def initial_model(case: Case, given: str | None, *, folder: Path, seed: int, cores: int) -> str:
-    """Return the Hugging Face folder that every side of a case starts from."""
-    if given:
-        return given
-    return _smollm2() if case.model == "smollm2" else _warmed_tiny(folder, seed, cores)
+def initial_model(case: Case, smollm2: str | None, *, folder: Path, seed: int, cores: int) -> str:
+    """Return the Hugging Face folder that every side of a case starts from; `smollm2`: where that one is, if known."""
+    if case.model == "tiny":
+        return _warmed_tiny(folder, seed, cores)
+    return str(Path(smollm2).absolute()) if smollm2 else _pulled_smollm2()
 
 
-def _smollm2() -> str:
+def _pulled_smollm2() -> str:
     command = [*areal_command(), "models", "pull", "smollm2"]
     pulled = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=False)
     if pulled.returncode:
-        raise SystemExit("SmolLM2 could not be fetched; with its folder at hand use --model FOLDER")
+        raise SystemExit("SmolLM2 could not be fetched; with its folder at hand use --smollm2 FOLDER")
     return pulled.stdout.strip().splitlines()[-1]
 
 

@@ -45,7 +45,7 @@ def test_small_tensors_share_a_bucket_and_large_ones_do_not() -> None:
 def tensors(draw: st.DrawFn) -> list[tuple[str, torch.Tensor]]:
     made: list[tuple[str, torch.Tensor]] = []
     for index in range(draw(st.integers(1, 6))):
-        shape = draw(st.lists(st.integers(0, 9), max_size=3))
+        shape = draw(st.lists(st.integers(0, 6), max_size=3))
         dtype = draw(st.sampled_from([*DTYPES, torch.int64, torch.uint8]))
         values = torch.randint(-300, 300, shape, generator=torch.Generator().manual_seed(index)).to(dtype)
         layout = draw(st.sampled_from(["plain", "transposed", "strided"]))
@@ -66,11 +66,11 @@ def roads(bucket_bytes: int, folder: str) -> list[Any]:
 
 
 @pytest.mark.parametrize("road", ["disk", "shared memory", "gloo"])
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(
     sent=tensors(),
     dtype=st.sampled_from(DTYPES),
-    bucket_bytes=st.sampled_from([1, 7, 64, 1000]),
+    bucket_bytes=st.sampled_from([3, 64, 1000]),
     num_receivers=st.integers(1, 3),
 )
 def test_exact_bytes_arrive_exactly_once(

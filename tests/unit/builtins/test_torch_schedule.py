@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from itertools import pairwise
 
 import pytest
 
@@ -25,7 +26,7 @@ def test_constant_stays_after_the_warm_up() -> None:
 def test_linear_falls_evenly_to_its_share_at_the_last_update() -> None:
     found = rates(schedule="linear", min_lr_ratio=0.1)
     assert (found[0], found[9]) == (PEAK, pytest.approx(0.1 * PEAK))
-    assert [a - b for a, b in zip(found[:9], found[1:10])] == pytest.approx([0.1 * PEAK] * 9)
+    assert [a - b for a, b in pairwise(found[:10])] == pytest.approx([0.1 * PEAK] * 9)
     assert found[10:] == pytest.approx([0.1 * PEAK] * 20)
 
 

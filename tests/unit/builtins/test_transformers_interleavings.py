@@ -33,7 +33,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.parametrize("kv_on_update", ["keep", "recompute"])
 @given(actions=st.lists(ACTIONS, min_size=3, max_size=15), max_batch=st.sampled_from([1, 3, 16]))
-@settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=8, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_every_request_ends(folder: Path, kv_on_update: str, actions: list[tuple[str, int]], max_batch: int) -> None:
     options = TransformersEngineOptions(max_batch=max_batch, max_kv_tokens=120, kv_on_update=kv_on_update)  # type: ignore[arg-type]
     spec = ModelSpec(path=str(folder / "model"))
@@ -59,7 +59,7 @@ async def _play(stand: Stand, actions: list[tuple[str, int]]) -> list[Completion
     for action, number in actions:
         if action == "submit":
             for i in range(number):
-                request = stand.request([1, 3 + i], seed=len(tasks), max_new_tokens=10 + 7 * i)
+                request = stand.request([1, 3 + i], seed=len(tasks), max_new_tokens=4 + 6 * i)
                 tasks.append(asyncio.ensure_future(stand.engine.generate(request)))
         elif action == "turns":
             for _ in range(number):

@@ -23,7 +23,10 @@ class SortDigitsOptions(Options):
 
 
 class SortDigits:
-    """Prompt ``3142=``, answer ``1234``. Invariant: a prompt depends on seed, split and index only."""
+    """Prompt ``3142=``, answer ``1234``.
+
+    Invariant: numbers whose digit sum is a multiple of 7 are in the test split only, the others in the train split.
+    """
 
     def __init__(self, options: SortDigitsOptions, context: EnvironmentContext) -> None:
         self._options = options
@@ -41,7 +44,11 @@ class SortDigits:
 
     def _prompt(self, split: Split, index: int) -> Prompt:
         # A text as seed gives the same digits in every process; hash() would not.
-        digits = random.Random(f"{self._context.seed}/{split}/{index}").choices("0123456789", k=self._options.digits)
+        rng = random.Random(f"{self._context.seed}/{split}/{index}")
+        while True:
+            digits = rng.choices("0123456789", k=self._options.digits)
+            if (sum(map(int, digits)) % 7 == 0) == (split == "test"):
+                break
         return Prompt(
             environment=self._context.name,
             index=index,

@@ -198,18 +198,21 @@ class _Candidate:
 
 def _entry_points() -> Iterator[_Candidate]:
     """Yield each entry point once, core's own first, then by distribution: the order is that of no folder."""
-    candidates: dict[str, _Candidate] = {}
-    for point in metadata.entry_points(group=GROUP):
-        distribution = point.dist
-        candidate = _Candidate(
+    candidates = [
+        _Candidate(
             name=point.name,
             value=point.value,
-            distribution=(distribution and distribution.metadata["Name"]) or "unknown",
-            version=(distribution and distribution.metadata["Version"]) or "",
+            distribution=(point.dist and point.dist.name) or "unknown",
+            version=(point.dist and point.dist.version) or "",
             load=point.load,
         )
-        candidates.setdefault(point.value, candidate)
-    yield from sorted(candidates.values(), key=lambda c: (c.distribution != "areal-core", c.distribution, c.name))
+        for point in metadata.entry_points(group=GROUP)
+    ]
+    seen: set[str] = set()
+    for candidate in sorted(candidates, key=lambda c: (c.distribution != "areal-core", c.distribution, c.name)):
+        if candidate.value not in seen:
+            seen.add(candidate.value)
+            yield candidate
 
 
 def _blocked(found: list[_Candidate], block: Iterable[str]) -> Callable[[_Candidate], str]:
@@ -316,7 +319,7 @@ def _ask(hook: str, caller: Callable[[], list[Any]]) -> list[Any]:
 
 def _check_written(kind: str, component: Component) -> None:
     if not isinstance(component.name, str) or not component.name:
-        raise PluginError(f"an {kind} is named {component.name!r}; recipes need a name of letters")
+        raise PluginError(f"a component of kind {kind!r} is named {component.name!r}; recipes need a word")
     for path in (component.factory, component.options):
         if path is not None and not (isinstance(path, str) and _DOTTED.fullmatch(path)):
             raise PluginError(f"{kind} {component.name!r} names {path!r}, which is not 'package.module:Name'")

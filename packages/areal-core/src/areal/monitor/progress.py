@@ -38,7 +38,7 @@ class ProgressView:
 
     def say(self, text: str) -> None:
         """Show a line above the bar."""
-        self._console.print(text, highlight=False, soft_wrap=True)
+        self._console.print(text, highlight=False, markup=False, soft_wrap=True)
 
     def step_finished(self, report: StepReport) -> None:
         numbers = self._numbers(report)

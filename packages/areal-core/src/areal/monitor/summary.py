@@ -8,6 +8,7 @@ from pathlib import Path
 
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 from areal.monitor.curve import save_curve, smooth, terminal_curve
 
@@ -39,12 +40,12 @@ class Summary:
             picture = self.folder / "reward.png"
             numbers = [step for step, metrics in self.steps if "reward/mean" in metrics]
             save_curve(numbers, rewards, picture, self.name)
-            console.print(f"\ncurve       {picture}", highlight=False, soft_wrap=True)
-        console.print(f"run         {self.folder}", highlight=False, soft_wrap=True)
-        console.print(f"checkpoint  {self.checkpoint}", highlight=False, soft_wrap=True)
+            _say(console, f"\ncurve       {picture}")
+        _say(console, f"run         {self.folder}")
+        _say(console, f"checkpoint  {self.checkpoint}")
 
     def _table(self) -> Table:
-        table = Table(title=f"run {self.folder.name}", show_header=False, title_justify="left")
+        table = Table(title=Text(f"run {self.folder.name}"), show_header=False, title_justify="left")
         table.add_column(style="bold")
         table.add_column(justify="right")
         for label, value in self._rows():
@@ -74,6 +75,11 @@ class Summary:
             step, metrics = self.evaluations[-1]
             rows.append((f"evaluation reward, step {step}", f"{metrics.get('eval/reward/mean', float('nan')):.3f}"))
         return rows
+
+
+def _say(console: Console, text: str) -> None:
+    # Folders may have brackets in their names, which are not rich's.
+    console.print(text, highlight=False, markup=False, soft_wrap=True)
 
 
 def _staleness(steps: Sequence[tuple[int, Mapping[str, float]]]) -> str:

@@ -21,12 +21,13 @@ KITS = {
     "accelerator": "areal.testing.accelerator:AcceleratorConformance",
     "environment": "areal.testing.environment:EnvironmentConformance",
 }
-"""The test class of each kind that has a kit; each takes the component from a fixture `component`."""
+"""The test class of each kind that has a kit; each takes its subject from the fixtures `component` and `options`."""
 NEEDED = ("pytest", "pytest_asyncio", "pytest_timeout")
 
 _SETTINGS = """\
 [pytest]
 asyncio_mode = auto
+asyncio_default_fixture_loop_scope = function
 timeout = 300
 """
 _MODULE = '''\
@@ -39,7 +40,7 @@ from {module} import {kit}
 
 
 class Test{title}({kit}):
-    @pytest.fixture
+{attributes}    @pytest.fixture
     def component(self):
         return {component!r}
 
@@ -82,6 +83,14 @@ def _written(kind: str, component: Component, options: Mapping[str, Any]) -> str
         module=module,
         kit=kit,
         title="".join(re.findall(r"[A-Za-z0-9]+", component.name.title())),
+        attributes=_attributes(kind, component, options),
         component=component,
         options=dict(options),
     )
+
+
+def _attributes(kind: str, component: Component, options: Mapping[str, Any]) -> str:
+    """Return what the kit is told in class attributes: an engine whose options do not say is asked less."""
+    if kind != "engine":
+        return ""
+    return f"    kv_on_update = {getattr(component.parse_options(options), 'kv_on_update', None)!r}\n\n"

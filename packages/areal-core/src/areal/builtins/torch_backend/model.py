@@ -32,9 +32,12 @@ class PackedModel:
         self._device = device
         self._amp: AmpSpec = context.training.amp
         self._path = context.model.path
-        self.module = _load(self._path).to(device).eval()
+        self.module = _load(self._path)
+        nn.Module.to(self.module, device)
+        self.module.eval()
         _stop_dropout(self.module)
         self._backbone: nn.Module = self.module.base_model
+        self._head = _head(self.module, self._path)
         self._max_rows = max(1, max_logits // self.module.config.get_text_config().vocab_size)
         self._check_packing()
         if context.training.activation_checkpointing:
@@ -77,9 +80,6 @@ class PackedModel:
         Two rows with a common beginning: it shows state that leaks between rows, attention that does more than
         this backend's, and unknown work behind the head.
         """
-        self._head = self.module.get_output_embeddings()
-        if self._head is None:
-            raise _unsupported(self._path, f"{type(self.module).__name__} has no LM head")
         vocab_size = self.module.config.get_text_config().vocab_size
         rows = [_probe_row([t % vocab_size for t in ids]) for ids in ([1, 5, 9, 3, 7, 2], [1, 5, 9, 4, 8, 6, 2, 3, 5])]
         amp, self._amp = self._amp, AmpSpec()
@@ -128,6 +128,13 @@ def _load(path: str) -> PreTrainedModel:
         else:
             reason = f"model.path {path!r} is not a folder here and could not be fetched as a hub id ({_line(error)})"
         raise WorkerFailed(f"{reason}; give a Hugging Face folder with config.json and safetensors weights") from error
+
+
+def _head(module: PreTrainedModel, path: str) -> nn.Module:
+    head = module.get_output_embeddings()
+    if head is None:
+        raise _unsupported(path, f"{type(module).__name__} has no LM head")
+    return head
 
 
 @contextmanager

@@ -9,6 +9,9 @@ from torch import Tensor, nn
 
 from areal.contracts.specs import TrainingSpec
 
+DYNAMIC_SCALE = 2.0**16
+"""Where a dynamic loss scale starts; the first updates may be skipped until it has fallen far enough."""
+
 
 class Optimizer:
     """Invariant: an update with a non-finite gradient leaves weights and moments as they were."""
@@ -30,8 +33,7 @@ class Optimizer:
         amp = training.amp
         self._constant_scale = None if amp.loss_scale == "dynamic" else float(amp.loss_scale)
         scaled = amp.enabled and amp.dtype == "fp16"
-        initial = {} if self._constant_scale is None else {"init_scale": self._constant_scale}
-        self._scaler = torch.amp.GradScaler(device.type, enabled=scaled, **initial)
+        self._scaler = torch.amp.GradScaler(device.type, self._constant_scale or DYNAMIC_SCALE, enabled=scaled)
 
     def backward(self, loss: Tensor) -> None:
         """Add the gradient of `loss` to what has been collected since the last `step`."""

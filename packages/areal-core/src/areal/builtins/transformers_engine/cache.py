@@ -47,8 +47,8 @@ class SlotLayer(CacheLayerMixin):
     def __init__(self, window: Window) -> None:
         super().__init__()
         self._window = window
-        self.keys: Tensor
-        self.values: Tensor
+        self.keys: Tensor  # pyright: ignore[reportIncompatibleVariableOverride]
+        self.values: Tensor  # pyright: ignore[reportIncompatibleVariableOverride]
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         slots, tokens = self._window.capacity

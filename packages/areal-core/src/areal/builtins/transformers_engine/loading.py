@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError
+from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedConfig, PreTrainedModel
 from transformers.utils import logging
 
@@ -32,10 +33,10 @@ def load_model(spec: ModelSpec, device: str, attention: str) -> PreTrainedModel:
     progress_bar = logging.is_progress_bar_enabled()
     logging.disable_progress_bar()
     try:
-        model = AutoModelForCausalLM.from_pretrained(
+        model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
             spec.path, config=config, dtype=dtype, attn_implementation=attention, **source
         )
-        model = model.to(torch.device(device))
+        nn.Module.to(model, device)
     except (OSError, ValueError, KeyError, RuntimeError, ImportError, AssertionError, SafetensorError) as error:
         raise _unreadable(spec.path, error) from error
     finally:

@@ -1,0 +1,183 @@
+"""Seconds of a weight update by every builtin road, side by side in one run.
+
+    python benchmarks/weight_update.py [--repeats 5] [--engines 1] [--dtype bfloat16] [--layers 30] [--out FILE]
+
+The tensors have the names and shapes of a 135M-parameter model (SmolLM2-135M) and random values; the sender is this
+process, each engine a process of its own that does what the builtin engine does with every tensor: checksum it and
+copy it beside the running weights. One update lasts from the call of both sides until the last one is done. The roads
+alternate, so that a busy machine slows all of them; the first update of each road (cold: memory is touched for the
+first time, the group is made) is shown apart and does not count.
+
+The checksums of both sides are part of an update; `checksum_s` says what one side's cost alone.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import multiprocessing
+import os
+import statistics
+import tempfile
+import time
+from dataclasses import dataclass, field
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from areal.builtins.resharders.disk import DiskResharder
+from areal.builtins.resharders.xccl import XcclOptions, XcclResharder
+from areal.contracts.transfer import Layout, Plan, TensorSpec, checksum
+
+DEADLINE_S = 120.0
+
+
+@dataclass
+class Road:
+    name: str
+    resharder: Any
+    plan: Plan
+    sender: Any
+    seconds: list[float] = field(default_factory=list)
+    """Of each update, the cold one first."""
+
+
+def specs(num_layers: int, dtype: str) -> tuple[TensorSpec, ...]:
+    """Return the tensors of SmolLM2-135M (hidden 576, feed-forward 1536, 9 heads, 3 key heads, tied embedding)."""
+    layer = {
+        "self_attn.q_proj": (576, 576),
+        "self_attn.k_proj": (192, 576),
+        "self_attn.v_proj": (192, 576),
+        "self_attn.o_proj": (576, 576),
+        "mlp.gate_proj": (1536, 576),
+        "mlp.up_proj": (1536, 576),
+        "mlp.down_proj": (576, 1536),
+        "input_layernorm": (576,),
+        "post_attention_layernorm": (576,),
+    }
+    shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (49152, 576), "model.norm.weight": (576,)}
+    for index in range(num_layers):
+        shapes |= {f"model.layers.{index}.{name}.weight": shape for name, shape in layer.items()}
+    return tuple(TensorSpec(name=name, shape=shape, dtype=dtype) for name, shape in shapes.items())
+
+
+def engine(connection: Connection) -> None:
+    """Receive what the parent names, until it hangs up; the body of an engine's process."""
+    torch.set_num_threads(1)
+    receivers: dict[str, Any] = {}
+    while True:
+        try:
+            resharder, plan, member, version = connection.recv()
+        except EOFError:
+            return
+        if plan.uid not in receivers:
+            receivers[plan.uid] = resharder.receiver(plan, member)
+        checksums: dict[str, int] = {}
+        staged: dict[str, torch.Tensor] = {}
+        for name, tensor in receivers[plan.uid].receive(version, DEADLINE_S):
+            checksums[name] = checksum(tensor)
+            staged[name] = tensor.clone()
+        connection.send(checksums)
+
+
+def make_roads(args: argparse.Namespace, folder: str) -> list[Road]:
+    source = Layout(host="here", dtype=args.dtype, tensors=specs(args.layers, args.dtype))
+    targets = [Layout(host="here", dtype=args.dtype)] * args.engines
+    resharders = {
+        "disk": DiskResharder(None, folder),
+        "xccl, gloo": XcclResharder(XcclOptions(shared_memory="never"), ""),
+        "xccl, shared memory": XcclResharder(XcclOptions(), ""),
+    }
+    roads: list[Road] = []
+    for name, resharder in resharders.items():
+        plan = resharder.plan(source, targets)
+        roads.append(Road(name, resharder, plan, resharder.sender(plan)))
+    if roads[-1].plan.details["road"] != "shared_memory":
+        raise SystemExit("this machine's /dev/shm has no room for two copies of the weights")
+    return roads
+
+
+def update(road: Road, version: int, weights: list[tuple[str, torch.Tensor]], engines: list[Connection]) -> None:
+    """Publish one version on one road and note its seconds."""
+    began = time.perf_counter()
+    for member, connection in enumerate(engines):
+        connection.send((road.resharder, road.plan, member, version))
+    receipt = road.sender.send(version, weights, DEADLINE_S)
+    for connection in engines:
+        if not connection.poll(DEADLINE_S):
+            raise SystemExit(f"an engine did not finish version {version} on the road {road.name!r}")
+        if connection.recv() != receipt.checksums:
+            raise SystemExit(f"version {version} arrived damaged on the road {road.name!r}")
+    road.seconds.append(time.perf_counter() - began)
+
+
+def measure(args: argparse.Namespace, engines: list[Connection]) -> dict[str, Any]:
+    load_before = os.getloadavg()[0]
+    generator = torch.Generator().manual_seed(0)
+    dtype = getattr(torch, args.dtype)
+    weights = [
+        (spec.name, torch.randn(spec.shape, generator=generator).to(dtype)) for spec in specs(args.layers, args.dtype)
+    ]
+    with tempfile.TemporaryDirectory(dir=args.folder) as folder:
+        roads = make_roads(args, folder)
+        for version in range(1, args.repeats + 2):
+            weights = [(name, tensor.neg_()) for name, tensor in weights]  # so that a stale version is noticed
+            for road in roads:
+                update(road, version, weights, engines)
+        for road in roads:
+            road.sender.close()
+    began = time.perf_counter()
+    for _, tensor in weights:
+        checksum(tensor)
+    checksum_s = time.perf_counter() - began
+    num_bytes = sum(tensor.numel() * tensor.element_size() for _, tensor in weights)
+    return {
+        "parameters": sum(tensor.numel() for _, tensor in weights),
+        "bytes": num_bytes,
+        "engines": args.engines,
+        "repeats": args.repeats,
+        "cores": os.cpu_count(),
+        "load_average": [load_before, os.getloadavg()[0]],
+        "checksum_s": round(checksum_s, 4),
+        "roads": {road.name: figures(road, roads[0]) for road in roads},
+    }
+
+
+def figures(road: Road, disk: Road) -> dict[str, float]:
+    warm, base = road.seconds[1:], disk.seconds[1:]
+    return {
+        "cold_s": round(road.seconds[0], 4),
+        "min_s": round(min(warm), 4),
+        "median_s": round(statistics.median(warm), 4),
+        "disk_over_this_min": round(min(base) / min(warm), 2),
+        "disk_over_this_median": round(statistics.median(base) / statistics.median(warm), 2),
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--engines", type=int, default=1)
+    parser.add_argument("--dtype", default="bfloat16", choices=["bfloat16", "float16", "float32"])
+    parser.add_argument("--layers", type=int, default=30, help="30: 135M parameters")
+    parser.add_argument("--folder", help="where the disk road writes; default: the system's temporary folder")
+    parser.add_argument("--out", type=Path, help="JSON file for the figures")
+    args = parser.parse_args()
+    torch.set_num_threads(1)
+    context = multiprocessing.get_context("spawn")
+    engines: list[Connection] = []
+    for _ in range(args.engines):
+        ours, theirs = context.Pipe()
+        context.Process(target=engine, args=(theirs,), daemon=True).start()
+        theirs.close()
+        engines.append(ours)
+    report = measure(args, engines)
+    print(json.dumps(report, indent=2))
+    if args.out:
+        args.out.write_text(json.dumps(report, indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    main()
