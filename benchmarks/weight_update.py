@@ -8,7 +8,8 @@ copy it beside the running weights. One update lasts from the call of both sides
 alternate, so that a busy machine slows all of them; the first update of each road (cold: memory is touched for the
 first time, the group is made) is shown apart and does not count.
 
-The checksums of both sides are part of an update; `checksum_s` says what one side's cost alone.
+The checksums of both sides are part of an update; `checksum_s` says what one side's cost alone. `cpu_s` is the
+processor time of all processes together, which a busy machine changes much less than the seconds on the clock.
 """
 
 from __future__ import annotations
@@ -42,6 +43,8 @@ class Road:
     sender: Any
     seconds: list[float] = field(default_factory=list)
     """Of each update, the cold one first."""
+    cpu_seconds: list[float] = field(default_factory=list)
+    """Of the same updates, all processes together."""
 
 
 def specs(num_layers: int, dtype: str) -> tuple[TensorSpec, ...]:
@@ -74,12 +77,13 @@ def engine(connection: Connection) -> None:
             return
         if plan.uid not in receivers:
             receivers[plan.uid] = resharder.receiver(plan, member)
+        began = time.process_time()
         checksums: dict[str, int] = {}
         staged: dict[str, torch.Tensor] = {}
         for name, tensor in receivers[plan.uid].receive(version, DEADLINE_S):
             checksums[name] = checksum(tensor)
             staged[name] = tensor.clone()
-        connection.send(checksums)
+        connection.send((checksums, time.process_time() - began))
 
 
 def make_roads(args: argparse.Namespace, folder: str) -> list[Road]:
@@ -101,16 +105,19 @@ def make_roads(args: argparse.Namespace, folder: str) -> list[Road]:
 
 def update(road: Road, version: int, weights: list[tuple[str, torch.Tensor]], engines: list[Connection]) -> None:
     """Publish one version on one road and note its seconds."""
-    began = time.perf_counter()
+    began, cpu_s = time.perf_counter(), -time.process_time()
     for member, connection in enumerate(engines):
         connection.send((road.resharder, road.plan, member, version))
     receipt = road.sender.send(version, weights, DEADLINE_S)
     for connection in engines:
         if not connection.poll(DEADLINE_S):
             raise SystemExit(f"an engine did not finish version {version} on the road {road.name!r}")
-        if connection.recv() != receipt.checksums:
+        checksums, engine_cpu_s = connection.recv()
+        if checksums != receipt.checksums:
             raise SystemExit(f"version {version} arrived damaged on the road {road.name!r}")
+        cpu_s += engine_cpu_s
     road.seconds.append(time.perf_counter() - began)
+    road.cpu_seconds.append(cpu_s + time.process_time())
 
 
 def measure(args: argparse.Namespace, engines: list[Connection]) -> dict[str, Any]:
@@ -151,6 +158,7 @@ def figures(road: Road, disk: Road) -> dict[str, float]:
         "cold_s": round(road.seconds[0], 4),
         "min_s": round(min(warm), 4),
         "median_s": round(statistics.median(warm), 4),
+        "cpu_s": round(min(road.cpu_seconds[1:]), 4),
         "disk_over_this_min": round(min(base) / min(warm), 2),
         "disk_over_this_median": round(statistics.median(base) / statistics.median(warm), 2),
     }

@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 from rich.console import Console
 from safetensors.torch import load_file
+from torch import Tensor
 from transformers import AutoTokenizer
 
 from areal.app import resolve, run
 from areal.app.resolve import Resolved
 from areal.builtins.models.tiny import write_tiny_model
 from areal.config import RunConfig, load_recipe
-from areal.contracts.messages import Completion, GenerateRequest, Group, Outcome, Trajectory
+from areal.contracts.messages import Group, Trajectory
 from areal.contracts.specs import BackendContext, EngineContext, EnvironmentContext
 from areal.contracts.transfer import Transfer
 from areal.flow.prompts.mixture import Mixture, Source
@@ -55,7 +55,7 @@ def test_no_staleness_equals_the_plain_loop(tmp_path: Path, model: Path) -> None
     config = recipe(tmp_path / "flow", model)
     summary = run(config, console=Console(quiet=True))
     (tmp_path / "plain").mkdir()
-    expected = asyncio.run(plain_loop(resolve(config, discover()), tmp_path / "plain"))
+    expected = asyncio.run(PlainLoop(resolve(config, discover()), tmp_path / "plain").run())
     ours = load_file(summary.checkpoint / "model.safetensors")
     assert ours.keys() == expected.keys()
     start = load_file(model / "model.safetensors")
@@ -76,71 +76,66 @@ def test_staleness_changes_the_result(tmp_path: Path, model: Path) -> None:
     assert max(metrics["staleness/max"] for _, metrics in runs[1].steps) > 0
 
 
-async def plain_loop(resolved: Resolved, folder: Path) -> dict[str, object]:
+class PlainLoop:
     """Sample a batch, train on it, copy the weights, repeat; nothing of the flow's control plane."""
-    config = resolved.config
-    context = BackendContext(
-        model=config.model, training=config.training, accelerator=resolved.accelerator, seed=config.seed
-    )
-    trainer = TrainerWorker(
-        resolved.backend.component, resolved.backend.options, context, resolved.algorithm.component,
-        resolved.algorithm.options, config.sampling.temperature,
-    )  # fmt: skip
-    source = trainer.start()
-    engine = resolved.engine.component.load()(
-        resolved.engine.options,
-        EngineContext(model=config.model, accelerator=resolved.accelerator, name="engine", seed=config.seed),
-    )
-    target = await engine.start()
-    resharder = resolved.reshard
-    assert resharder is not None
-    plan = resharder.component.load()(resharder.options, str(folder)).plan(source, [target])
 
-    async def publish(version: int) -> None:
-        for phase in ("stage", "commit"):
-            transfer = Transfer(
-                phase=phase, version=version, resharder=resharder.component, options=resharder.options, plan=plan
-            )
-            if phase == "stage":
-                trainer.send(transfer)
-            await engine.receive(transfer)
-
-    environment = resolved.environments[0]
-    tasks = environment.component.load()(
-        environment.options, EnvironmentContext(name=environment.name, seed=config.seed)
-    )
-    prompts = tasks.prompts("train")
-    mixture = Mixture([Source(name=environment.name, weight=1.0, num_prompts=len(prompts))], config.seed)
-    codec = ChatCodec(AutoTokenizer.from_pretrained(config.model.path))
-
-    async def sample(number: int, index: int, sample_number: int) -> Trajectory:
-        async def generate(request: GenerateRequest) -> Completion:
-            return await engine.generate(request)
-
-        seed = episode_seed(config.seed, number, sample_number)
-        client = EpisodeClient(generate, codec, config.sampling, f"{number}/{sample_number}", seed)
-        outcome: Outcome = await tasks.episode(prompts[index], client)
-        return Trajectory(group=number, sample=sample_number, turns=tuple(client.turns), outcome=outcome)
-
-    async def batch(step: int) -> Sequence[Group]:
-        numbers = range(step * config.training.batch_size, (step + 1) * config.training.batch_size)
-        drawn = [(number, mixture.next()[1]) for number in numbers]
-        made = await asyncio.gather(
-            *(sample(number, index, s) for number, index in drawn for s in range(config.algorithm.group_size))
+    def __init__(self, resolved: Resolved, folder: Path) -> None:
+        config = resolved.config
+        self.resolved, self.config, self.folder = resolved, config, folder
+        context = BackendContext(
+            model=config.model, training=config.training, accelerator=resolved.accelerator, seed=config.seed
         )
+        algorithm, backend = resolved.algorithm, resolved.backend
+        self.trainer = TrainerWorker(
+            backend.component,
+            backend.options,
+            context,
+            algorithm.component,
+            algorithm.options,
+            config.sampling.temperature,
+        )
+        self.engine = resolved.engine.component.load()(
+            resolved.engine.options,
+            EngineContext(model=config.model, accelerator=resolved.accelerator, name="engine", seed=config.seed),
+        )
+        choice = resolved.environments[0]
+        self.tasks = choice.component.load()(choice.options, EnvironmentContext(name=choice.name, seed=config.seed))
+        self.prompts = self.tasks.prompts("train")
+        source = Source(name=choice.name, weight=1.0, num_prompts=len(self.prompts))
+        self.mixture = Mixture([source], config.seed)
+        self.codec = ChatCodec(AutoTokenizer.from_pretrained(config.model.path))
+
+    async def run(self) -> dict[str, Tensor]:
+        source, target = self.trainer.start(), await self.engine.start()
+        resharder = self.resolved.reshard
+        assert resharder is not None
+        plan = resharder.component.load()(resharder.options, str(self.folder)).plan(source, [target])
+        common = {"resharder": resharder.component, "options": resharder.options, "plan": plan}
+        for step in range(STEPS + 1):
+            staging = Transfer(phase="stage", version=step, **common)
+            self.trainer.send(staging)
+            await self.engine.receive(staging)
+            await self.engine.receive(Transfer(phase="commit", version=step, **common))
+            if step < STEPS:
+                groups = tuple(await self.batch(step))
+                self.trainer.train(TrainRequest(step=step + 1, version=step, groups=groups))
+        await self.engine.close()
+        self.trainer.save(str(self.folder / "end"))
+        return load_file(self.folder / "end" / "model" / "model.safetensors")
+
+    async def batch(self, step: int) -> list[Group]:
+        numbers = range(step * self.config.training.batch_size, (step + 1) * self.config.training.batch_size)
+        drawn = {number: self.mixture.next()[1] for number in numbers}
+        samples = range(self.config.algorithm.group_size)
+        made = await asyncio.gather(*(self.sample(n, index, s) for n, index in drawn.items() for s in samples))
         return [
-            Group(
-                number=number,
-                prompt=prompts[index],
-                trajectories=tuple(trajectory for trajectory in made if trajectory.group == number),
-            )
-            for number, index in drawn
+            Group(number=n, prompt=self.prompts[index], trajectories=tuple(t for t in made if t.group == n))
+            for n, index in drawn.items()
         ]
 
-    await publish(0)
-    for step in range(STEPS):
-        trainer.train(TrainRequest(step=step + 1, version=step, groups=tuple(await batch(step))))
-        await publish(step + 1)
-    await engine.close()
-    trainer.save(str(folder / "end"))
-    return load_file(folder / "end" / "model" / "model.safetensors")
+    async def sample(self, number: int, index: int, sample: int) -> Trajectory:
+        seed = episode_seed(self.config.seed, number, sample)
+        uid = f"{number}/{sample}"
+        client = EpisodeClient(self.engine.generate, self.codec, self.config.sampling, uid, seed)
+        outcome = await self.tasks.episode(self.prompts[index], client)
+        return Trajectory(group=number, sample=sample, turns=tuple(client.turns), outcome=outcome)

@@ -137,9 +137,8 @@ def test_statistics_are_means_over_the_computed_tokens() -> None:
 def test_dropped_tokens_still_count_in_the_mean() -> None:
     """Two tokens, one dropped: the other's gradient is divided by two."""
     logprobs = torch.tensor([-1.0, -1.0], dtype=torch.float64, requires_grad=True)
-    Grpo(GrpoOptions(behavior_cap=2.0)).loss(logprobs, token_batch([-1.0, -9.0], [-1.0, -1.0], [1.0, 1.0]))[
-        0
-    ].backward()
+    loss, _ = Grpo(GrpoOptions(behavior_cap=2.0)).loss(logprobs, token_batch([-1.0, -9.0], [-1.0] * 2, [1.0] * 2))
+    loss.backward()
     assert logprobs.grad is not None
     assert logprobs.grad.tolist() == [-0.5, 0.0]
 

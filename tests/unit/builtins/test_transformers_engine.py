@@ -158,7 +158,9 @@ def test_no_new_tokens_are_no_work(model_path: str) -> None:
         (request([1] * 510, max_new_tokens=3), "has 512 positions"),
         (request([64]), "outside 0..63"),
         (request([-1]), "outside 0..63"),
-        (request([1], temperature=-1.0), "temperature"),
+        (request([1], temperature=-1.0), "temperature -1.0; use 0"),
+        (request([1], temperature=1e-9), "temperature 1e-09; use 0"),
+        (request([1], temperature=float("nan")), "temperature nan; use 0"),
         (request([1], top_p=0.0), "top_p"),
         (request([1], top_k=-2), "top_k"),
         (request([1], max_new_tokens=-1), "max_new_tokens"),
@@ -196,6 +198,21 @@ def test_a_failing_step_fails_its_requests_and_no_others(model_path: str, monkey
         assert str(error).startswith("engine 'engine-3' failed in a step of 4 requests: RuntimeError: out of memory")
         assert "\n" not in str(error)
     assert completion.token_ids
+
+
+def test_an_error_before_any_request_runs_ends_the_waiting_ones(
+    model_path: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = make(model_path)
+
+    async def work() -> Completion:
+        monkeypatch.setattr(engine._scheduler, "admit", _out_of_memory)
+        with pytest.raises(ArealError, match="failed in a step of 0 requests"):
+            await engine.generate(request([1, 2]))
+        monkeypatch.undo()
+        return await engine.generate(request([1, 2], max_new_tokens=2))
+
+    assert run(engine, work).token_ids
 
 
 def _out_of_memory(*args: object) -> Any:

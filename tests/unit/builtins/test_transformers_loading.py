@@ -12,6 +12,7 @@ from transformers import AutoConfig, BertConfig, MambaConfig, MistralConfig, Qwe
 
 from areal.builtins.transformers_engine.loading import load_model, refuse_config, stop_ids
 from areal.builtins.transformers_engine.model import CausalModel
+from areal.builtins.transformers_engine.options import TransformersEngineOptions
 from areal.contracts.specs import ModelSpec
 from areal.errors import WorkerFailed
 from areal.testing.models import EOS, tiny_model
@@ -19,7 +20,7 @@ from areal.testing.models import EOS, tiny_model
 
 def refused(path: str | Path, dtype: Any = "float32") -> str:
     with pytest.raises(WorkerFailed) as caught:
-        CausalModel(ModelSpec(path=str(path), dtype=dtype), "cpu", "sdpa", 4)
+        CausalModel(ModelSpec(path=str(path), dtype=dtype), "cpu", TransformersEngineOptions())
     message = str(caught.value)
     assert "\n" not in message
     assert str(path) in message

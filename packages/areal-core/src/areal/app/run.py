@@ -159,7 +159,7 @@ class Controller:
 
         replicas = [fleet.add() for _ in range(self._config.engine.replicas)]
         players = [crew.add() for _ in range(self._config.rollout.workers)]
-        started, *_ = await asyncio.gather(start_trainer(), *replicas, *players)
+        started, _ = await asyncio.gather(start_trainer(), asyncio.gather(*replicas, *players))
         return started
 
     async def _warm_up(self, trainer: Handle, crew: Crew) -> None:

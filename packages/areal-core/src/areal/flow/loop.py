@@ -14,9 +14,9 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Protocol
 
 from areal.contracts.cluster import Cluster, Handle
 from areal.contracts.messages import Group, Prompt, StepReport, Version
@@ -30,6 +30,7 @@ from areal.flow.rollout.budget import FailureBudget
 from areal.flow.rollout.crew import Crew
 from areal.flow.rollout.evaluate import evaluate, test_prompts
 from areal.flow.rollout.worker import GroupRequest
+from areal.flow.tasks import TaskSet
 from areal.flow.trainer.metrics import summarise
 from areal.flow.trainer.worker import TrainRequest
 from areal.flow.weights.publisher import Publisher, Staged, Target
@@ -101,8 +102,7 @@ class Loop:
         self._checkpoint = checkpoint
         self._observer = observer
         self._step = first_step
-        self._tasks: set[asyncio.Task[Any]] = set()
-        self._failure: asyncio.Future[None] | None = None
+        self._tasks: TaskSet
         self._committing: asyncio.Task[None] | None = None
         self._evaluating: asyncio.Task[None] | None = None
         self._extra: dict[str, float] = {}
@@ -119,33 +119,10 @@ class Loop:
         `unfinished`: groups of an earlier run whose missing samples are to be made first. Raises the first
         error of any of its coroutines.
         """
-        self._failure = asyncio.get_running_loop().create_future()
-        try:
-            self._start(self._watch_forever())
-            training = self._start(self._train_forever(unfinished))
-            await asyncio.wait({training, self._failure}, return_when=asyncio.FIRST_COMPLETED)
-            if self._failure.done():
-                await self._failure
-            await training
-        finally:
-            for task in self._tasks:
-                task.cancel()
-            await asyncio.gather(*self._tasks, return_exceptions=True)
+        self._tasks = TaskSet()
+        self._tasks.start(self._watch_forever())
+        await self._tasks.run(self._train_forever(unfinished))
         return self._step
-
-    def _start(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
-        """Run a coroutine beside the others; its first error ends the run."""
-        task = asyncio.create_task(work)
-        self._tasks.add(task)
-        task.add_done_callback(self._ended)
-        return task
-
-    def _ended(self, task: asyncio.Task[None]) -> None:
-        self._tasks.discard(task)
-        if task.cancelled() or (error := task.exception()) is None:
-            return
-        if self._failure is not None and not self._failure.done():
-            self._failure.set_exception(error)
 
     # prompts -> rollout -> buffer
 
@@ -158,7 +135,7 @@ class Loop:
             groups = [self._next_group(first + offset) for offset in range(num_groups)]
             stages.buffer.expect(groups)
             for issued in groups:
-                self._start(self._roll(issued))
+                self._tasks.start(self._roll(issued))
 
     def _next_group(self, number: int) -> Issued:
         environment, index = self._stages.mixture.next()
@@ -188,8 +165,8 @@ class Loop:
         await self._publish()
         await self._committed()
         for issued in unfinished:
-            self._start(self._roll(issued))
-        issuing = self._start(self._issue_forever())
+            self._tasks.start(self._roll(issued))
+        issuing = self._tasks.start(self._issue_forever())
         while self._step < self._settings.max_steps and not self._stopping:
             waited_from = time.perf_counter()
             groups = await self._next_batch()
@@ -277,7 +254,7 @@ class Loop:
     async def _publish(self) -> None:
         """Send the trainer's weights to all engines; committing them runs beside the next step."""
         staged = await self._stage(PUBLISH_ATTEMPTS)
-        self._committing = self._start(self._commit(staged, self._step))
+        self._committing = self._tasks.start(self._commit(staged, self._step))
 
     async def _stage(self, attempts: int) -> Staged | None:
         targets = [
@@ -302,7 +279,7 @@ class Loop:
             self._extra |= published.metrics
             for name, reason in published.failed.items():
                 await stages.fleet.lost(name, reason)
-                self._start(self._replace_engine())
+                self._tasks.start(self._replace_engine())
             if not published.committed and not stages.fleet.members:
                 raise TransferFailed(f"no engine took version {version}: {next(iter(published.failed.values()))}")
             await stages.fleet.committed(list(published.committed))
@@ -320,7 +297,7 @@ class Loop:
     def _evaluate(self) -> None:
         """Start an evaluation of the weights being published, unless an earlier one still runs."""
         if self._evaluating is None or self._evaluating.done():
-            self._evaluating = self._start(self._evaluated(self._step))
+            self._evaluating = self._tasks.start(self._evaluated(self._step))
 
     async def _evaluated(self, step: int) -> None:
         prompts = test_prompts(self._stages.crew.num_prompts, self._settings.evaluation_prompts)
@@ -334,12 +311,12 @@ class Loop:
         async for death in self._stages.cluster.watch():
             if death.name in self._stages.fleet.members:
                 await self._stages.fleet.lost(death.name, death.reason)
-                self._start(self._replace_engine())
+                self._tasks.start(self._replace_engine())
             elif death.name.startswith("engine"):
                 continue  # it died while it started: whoever started it has the error
             elif death.name.startswith("rollout"):
                 await self._stages.crew.lost(death.name, death.reason)
-                self._start(self._stages.crew.add())
+                self._tasks.start(self._stages.crew.add())
             else:
                 raise WorkerFailed(f"{death.name} died: {death.reason}")
 

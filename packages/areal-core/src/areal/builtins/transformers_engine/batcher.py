@@ -65,8 +65,15 @@ class Batcher:
             row.finish("interrupted")
 
     def fail(self, error: ArealError) -> None:
-        """Fail the running rows and empty the cache: what a failed pass left in it cannot be trusted."""
-        for row in self._clear():
+        """Fail the running rows and empty the cache: what a failed pass left in it cannot be trusted.
+
+        When none runs, admitting failed: the waiting rows would meet the same error for ever.
+        """
+        rows = self._clear()
+        if not rows:
+            rows = list(self._scheduler.waiting)
+            self._scheduler.waiting.clear()
+        for row in rows:
             row.fail(error)
         self._model.forget()
 
@@ -127,5 +134,4 @@ class Batcher:
     def _follow(self, moves: list[tuple[int, int]]) -> None:
         """Do in the cache what the scheduler has done to the running rows."""
         self._batch = None
-        if moves:
-            self._model.cache.move(moves, max(row.length for row in self._scheduler.running))
+        self._model.cache.move(moves)

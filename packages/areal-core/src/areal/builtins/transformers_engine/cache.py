@@ -47,13 +47,12 @@ class SlotLayer(CacheLayerMixin):
     def __init__(self, window: Window) -> None:
         super().__init__()
         self._window = window
-        self.keys: Tensor  # pyright: ignore[reportIncompatibleVariableOverride]
-        self.values: Tensor  # pyright: ignore[reportIncompatibleVariableOverride]
+        self._keys = self._values = torch.empty(0)
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         slots, tokens = self._window.capacity
-        self.keys = key_states.new_zeros(slots, key_states.shape[1], tokens, key_states.shape[3])
-        self.values = value_states.new_zeros(slots, value_states.shape[1], tokens, value_states.shape[3])
+        self._keys = key_states.new_zeros(slots, key_states.shape[1], tokens, key_states.shape[3])
+        self._values = value_states.new_zeros(slots, value_states.shape[1], tokens, value_states.shape[3])
         self.is_initialized = True
 
     def update(
@@ -64,12 +63,12 @@ class SlotLayer(CacheLayerMixin):
             self.lazy_initialization(key_states, value_states)
         window = self._window
         if window.positions is None:
-            self._store_prompts(self.keys, key_states)
-            self._store_prompts(self.values, value_states)
+            self._store_prompts(self._keys, key_states)
+            self._store_prompts(self._values, value_states)
             return key_states, value_states
-        self.keys[window.rows, :, window.positions] = key_states[:, :, 0]
-        self.values[window.rows, :, window.positions] = value_states[:, :, 0]
-        return self.keys[: window.stop, :, : window.length], self.values[: window.stop, :, : window.length]
+        self._keys[window.rows, :, window.positions] = key_states[:, :, 0]
+        self._values[window.rows, :, window.positions] = value_states[:, :, 0]
+        return self._keys[: window.stop, :, : window.length], self._values[: window.stop, :, : window.length]
 
     def _store_prompts(self, cache: Tensor, states: Tensor) -> None:
         window = self._window
@@ -77,18 +76,18 @@ class SlotLayer(CacheLayerMixin):
         cache[window.start : window.stop, :, : window.length] = rows
 
     def resize(self, slots: int, tokens: int, used_slots: int, used_tokens: int) -> None:
-        """Move the used corner into larger memory."""
-        if not self.is_initialized:
-            return
-        for name in ("keys", "values"):
-            old: Tensor = getattr(self, name)
-            new = old.new_zeros(slots, old.shape[1], tokens, old.shape[3])
-            new[:used_slots, :, :used_tokens] = old[:used_slots, :, :used_tokens]
-            setattr(self, name, new)
+        """Move the used corner into memory of another size."""
+        if self.is_initialized:
+            self._keys = _resized(self._keys, slots, tokens, used_slots, used_tokens)
+            self._values = _resized(self._values, slots, tokens, used_slots, used_tokens)
+
+    @property
+    def device(self) -> torch.device:
+        return self._keys.device
 
     def move(self, source: Tensor, target: Tensor, length: int) -> None:
-        self.keys[target, :, :length] = self.keys[source, :, :length]
-        self.values[target, :, :length] = self.values[source, :, :length]
+        self._keys[target, :, :length] = self._keys[source, :, :length]
+        self._values[target, :, :length] = self._values[source, :, :length]
 
     def get_seq_length(self) -> int:
         return 0 if self._window.positions is None else self._window.length - 1
@@ -104,16 +103,19 @@ class SlotLayer(CacheLayerMixin):
 
 
 class SlotCache(Cache):
-    """Invariant: it only ever grows, by copying the used corner; between passes slots 0..n-1 are the running requests.
+    """Invariant: it holds at most `max_kv_tokens`, or what the running rows need; between passes slots 0..n-1 are theirs.
 
     The layers are made as the model's first pass meets them, in the shapes the model itself produces, so that any
     number of key and value heads and any head size works.
     """
 
-    def __init__(self, max_slots: int, max_tokens: int) -> None:
+    def __init__(self, max_slots: int, max_tokens: int, max_kv_tokens: int) -> None:
         self.window = Window()
         self._max_slots = max_slots
         self._max_tokens = max_tokens
+        self._max_kv_tokens = max_kv_tokens
+        self._used_tokens = 0
+        """No running row is longer."""
         self._slot_layers: list[SlotLayer] = []
         # transformers calls this for each layer it has not met yet; it need not be a class.
         super().__init__(layer_class_to_replicate=self._new_layer)  # pyright: ignore[reportArgumentType]
@@ -124,38 +126,46 @@ class SlotCache(Cache):
         return layer
 
     def prefill(self, start: int, stop: int, length: int, source: Tensor | None) -> None:
-        """Announce a prefill of slots `start`..`stop`-1 with prompts padded to `length` tokens."""
-        self._reserve(stop, length, used_slots=start)
+        """Announce a prefill of slots `start`..`stop`-1, the first free ones, with prompts padded to `length` tokens."""
+        self._used_tokens = max(self._used_tokens, length) if start else length
+        self._reserve(stop, used_slots=start)
         window = self.window
         window.start, window.stop, window.length = start, stop, length
         window.source, window.rows, window.positions = source, None, None
 
     def decode(self, rows: Tensor, positions: Tensor, length: int) -> None:
         """Announce a decode of slots 0..n-1 whose new tokens stand at `positions` ([n] int64), all below `length`."""
-        self._reserve(len(rows), length, used_slots=len(rows))
+        self._used_tokens = length
+        self._reserve(len(rows), used_slots=len(rows))
         window = self.window
         window.start, window.stop, window.length = 0, len(rows), length
         window.source, window.rows, window.positions = None, rows, positions
 
-    def move(self, moves: Sequence[tuple[int, int]], length: int) -> None:
-        """Copy slots (source, target), positions below `length`; sources and targets are disjoint."""
+    def move(self, moves: Sequence[tuple[int, int]]) -> None:
+        """Copy slots (source, target); sources and targets are disjoint."""
         if not moves or not self._slot_layers:
             return
-        device = self._slot_layers[0].keys.device
-        source, target = torch.tensor(moves, device=device).unbind(1)
+        source, target = torch.tensor(moves, device=self._slot_layers[0].device).unbind(1)
         for layer in self._slot_layers:
-            layer.move(source, target, min(length, self.window.capacity[1]))
+            layer.move(source, target, self._used_tokens)
 
-    def _reserve(self, slots: int, tokens: int, used_slots: int) -> None:
+    def _reserve(self, slots: int, used_slots: int) -> None:
         old_slots, old_tokens = self.window.capacity
+        tokens = self._used_tokens
         if slots <= old_slots and tokens <= old_tokens:
             return
         new_slots = old_slots if slots <= old_slots else max(slots, min(2 * old_slots, self._max_slots))
-        if tokens > old_tokens:
-            rounded = -(-tokens // _LENGTH_STEP) * _LENGTH_STEP
-            old_tokens, tokens = old_tokens, max(tokens, min(max(rounded, old_tokens * 3 // 2), self._max_tokens))
-        else:
-            tokens = old_tokens
+        rounded = -(-tokens // _LENGTH_STEP) * _LENGTH_STEP
+        new_tokens = max(tokens, min(max(rounded, old_tokens * 3 // 2), self._max_tokens))
+        new_tokens = old_tokens if tokens <= old_tokens else new_tokens
+        if new_slots * new_tokens > self._max_kv_tokens:
+            new_slots, new_tokens = slots, min(rounded, self._max_tokens)
         for layer in self._slot_layers:
-            layer.resize(new_slots, tokens, used_slots, old_tokens)
-        self.window.capacity = (new_slots, tokens)
+            layer.resize(new_slots, new_tokens, used_slots, min(tokens, old_tokens))
+        self.window.capacity = (new_slots, new_tokens)
+
+
+def _resized(old: Tensor, slots: int, tokens: int, used_slots: int, used_tokens: int) -> Tensor:
+    new = old.new_zeros(slots, old.shape[1], tokens, old.shape[3])
+    new[:used_slots, :, :used_tokens] = old[:used_slots, :, :used_tokens]
+    return new

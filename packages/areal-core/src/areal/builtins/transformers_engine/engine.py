@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 
 from areal.builtins.transformers_engine.batcher import Batcher
 from areal.builtins.transformers_engine.model import CausalModel
@@ -14,6 +15,9 @@ from areal.contracts.messages import Completion, GenerateRequest
 from areal.contracts.specs import EngineContext
 from areal.contracts.transfer import Layout, Receipt, Transfer, local_host
 from areal.errors import ArealError, WorkerFailed
+
+_MIN_TEMPERATURE = 1e-5
+"""Logits divided by less could overflow."""
 
 
 class TransformersEngine:
@@ -38,7 +42,7 @@ class TransformersEngine:
     async def start(self) -> Layout:
         """Load the model (version 0); WorkerFailed when the folder cannot be loaded or the model is not supported."""
         accelerator, spec, options = self._context.accelerator, self._context.model, self._options
-        self._model = CausalModel(spec, accelerator.name, options.attention, options.max_batch)
+        self._model = CausalModel(spec, accelerator.name, options)
         self._batcher = Batcher(self._model, self._scheduler)
         self._staging = Staging(self._context.name, self._model.parameters())
         self._loop = asyncio.create_task(self._run(), name=f"{self._context.name} loop")
@@ -58,7 +62,8 @@ class TransformersEngine:
         try:
             return await row.future
         except asyncio.CancelledError:
-            self._batcher.drop(row)
+            if self._model is not None:
+                self._batcher.drop(row)
             raise
 
     async def pause(self, mode: PauseMode = "keep") -> None:
@@ -145,10 +150,15 @@ class TransformersEngine:
         name, sampling, size = self._context.name, request.sampling, len(request.prompt_ids)
         if size == 0:
             raise ArealError(f"request {request.uid!r} has an empty prompt; give at least one token")
-        if sampling.max_new_tokens < 0 or sampling.temperature < 0 or sampling.top_k < 0 or not 0 < sampling.top_p <= 1:
+        temperature = sampling.temperature
+        if temperature != 0 and not _MIN_TEMPERATURE <= temperature < math.inf:
+            raise ArealError(
+                f"request {request.uid!r} asks for temperature {temperature}; use 0 (greedy) or {_MIN_TEMPERATURE} and more"
+            )
+        if sampling.max_new_tokens < 0 or sampling.top_k < 0 or not 0 < sampling.top_p <= 1:
             raise ArealError(
                 f"request {request.uid!r} cannot be sampled with {sampling}; "
-                "temperature, top_k and max_new_tokens start at 0, top_p lies in (0, 1]"
+                "max_new_tokens and top_k start at 0, top_p lies in (0, 1]"
             )
         if size + sampling.max_new_tokens > model.max_tokens:
             raise ArealError(

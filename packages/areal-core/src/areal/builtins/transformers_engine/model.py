@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from areal.builtins.transformers_engine.cache import SlotCache
 from areal.builtins.transformers_engine.head import LmHead
 from areal.builtins.transformers_engine.loading import load_model, stop_ids
+from areal.builtins.transformers_engine.options import TransformersEngineOptions
 from areal.contracts.specs import ModelSpec
 from areal.errors import WorkerFailed
 
@@ -18,9 +19,9 @@ from areal.errors import WorkerFailed
 class CausalModel:
     """Invariant: a pass over n rows reads and writes their slots only, and leaves the weights alone."""
 
-    def __init__(self, spec: ModelSpec, device: str, attention: str, max_slots: int) -> None:
+    def __init__(self, spec: ModelSpec, device: str, options: TransformersEngineOptions) -> None:
         self.device = device
-        self.module = load_model(spec, device, attention)
+        self.module = load_model(spec, device, options.attention)
         self.stop_ids = stop_ids(self.module, spec.path)
         config = self.module.config.get_text_config()
         self.vocab_size: int = config.vocab_size
@@ -32,13 +33,13 @@ class CausalModel:
         arguments = inspect.signature(type(self.module).forward).parameters
         self._cache_argument = "cache" if "cache" in arguments else "past_key_values"
         self._masked = torch.finfo(self.module.dtype).min
-        self._max_slots = max_slots
+        self._options = options
         self.forget()
         self._probe(spec)
 
     def forget(self) -> None:
         """Free the cache."""
-        self.cache = SlotCache(self._max_slots, self.max_tokens)
+        self.cache = SlotCache(self._options.max_batch, self.max_tokens, self._options.max_kv_tokens)
 
     def parameters(self) -> dict[str, nn.Parameter]:
         """Return all parameters by name; tied ones stand under each of their names."""

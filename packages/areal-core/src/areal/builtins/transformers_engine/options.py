@@ -23,6 +23,9 @@ class TransformersEngineOptions(Options):
     may exceed it.
     """
     kv_on_update: Literal["keep", "recompute"] = "keep"
-    """What happens to running requests' KV cache when new weights arrive: kept, or recomputed with the new weights."""
+    """What happens to running requests' KV cache when new weights arrive: kept, or recomputed with the new weights.
+
+    A request that was sent back for room is recomputed in either case.
+    """
     attention: Literal["sdpa", "eager"] = "sdpa"
     """Attention implementation of transformers."""

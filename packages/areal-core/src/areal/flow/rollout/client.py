@@ -12,6 +12,8 @@ from areal.contracts.messages import Completion, GenerateRequest, Sampling
 
 
 class Generate(Protocol):
+    """The way to the engines. Invariant: returns a whole completion, or raises what is wrong with the request."""
+
     async def __call__(self, request: GenerateRequest) -> Completion: ...
 
 
