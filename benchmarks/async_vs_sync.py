@@ -15,7 +15,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -24,7 +23,7 @@ from typing import Any
 from measuring.areal_side import run_areal
 from measuring.cases import CASES, Case, initial_model
 from measuring.curve import Curve, median_of, table
-from measuring.processes import ROOT
+from measuring.processes import new_folder
 
 KINDS = {"uniform": replace(CASES["a"], window=10), "spread": CASES["c"]}
 ASYNC, SYNC, SYNC_ALL = "asynchronous", "synchronous", "synchronous, all cores"
@@ -39,9 +38,7 @@ TIE = 0.03
 
 def main() -> None:
     args = arguments()
-    folder = (
-        args.folder or ROOT / "runs" / "benchmarks" / f"async_vs_sync-{time.strftime('%Y%m%d-%H%M%S')}"
-    ).absolute()
+    folder = new_folder(args.folder, "async_vs_sync")
     report: dict[str, Any] = {"arguments": {key: str(value) for key, value in vars(args).items()}, "cases": {}}
     for name in KINDS if args.case == "both" else [args.case]:
         report["cases"][name] = compare(name, KINDS[name], args, folder / name)

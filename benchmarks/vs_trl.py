@@ -12,7 +12,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -20,7 +19,7 @@ from typing import Any
 from measuring.areal_side import issued_prompts, run_areal
 from measuring.cases import CASES, Case, initial_model
 from measuring.curve import Curve, median_of, show, table
-from measuring.processes import ROOT
+from measuring.processes import new_folder
 from measuring.trl_side import run_trl, trl_python
 
 GOALS = {"a": 1.3, "b": 1.6, "c": 3.0}
@@ -32,7 +31,7 @@ COMPARED = ("median_step_s", "mean_step_s", "to_bar_s", "to_bar_from_command_s")
 def main() -> None:
     args = arguments()
     python = trl_python(args.trl_python)
-    folder = (args.folder or ROOT / "runs" / "benchmarks" / f"vs_trl-{time.strftime('%Y%m%d-%H%M%S')}").absolute()
+    folder = new_folder(args.folder, "vs_trl")
     report: dict[str, Any] = {"arguments": {key: str(value) for key, value in vars(args).items()}, "cases": {}}
     for name in CASES if args.case == "all" else [args.case]:
         report["cases"][name] = compare(name, CASES[name], args, python, folder / name)

@@ -63,6 +63,11 @@ def tail(log: Path) -> str:
     return "\n".join(log.read_text(encoding="utf-8", errors="replace").splitlines()[-LAST_LINES:])
 
 
+def new_folder(given: Path | None, name: str) -> Path:
+    """Return the folder that a benchmark writes to: the given one, or one named after it and the time."""
+    return (given or ROOT / "runs" / "benchmarks" / f"{name}-{time.strftime('%Y%m%d-%H%M%S')}").absolute()
+
+
 def areal_command() -> list[str]:
     """Return the command `areal` of the environment that this process runs in."""
     command = Path(sys.executable).parent / "areal"

@@ -38,27 +38,38 @@ def test_a_component_that_breaks_it(tmp_path: Path) -> None:
     assert "1 failed" in ended.stdout
 
 
-@pytest.mark.parametrize("kind", runner.KITS)
-def test_every_kit_takes_the_component_that_the_runner_gives(kind: str) -> None:
-    name = next(iter(discover().offers(kind)))
-    ended = conformance(f"{kind}/{name}", "--collect-only", "-q")
+@pytest.mark.parametrize(
+    ("component", "case"),
+    [
+        ("engine/transformers", "start_returns_how"),
+        ("backend/torch", "it_is_a_backend"),
+        ("resharder/disk", "a_plan_without_engines"),
+        ("environment/reverse_digits", "splits_are_disjoint"),
+    ],
+)
+def test_every_kit_runs_from_the_shell(component: str, case: str) -> None:
+    ended = conformance(component, "-q", "-k", case)
     assert ended.returncode == 0, ended.stdout + ended.stderr
-    assert "test_conformance.py::Test" in ended.stdout
+    assert "1 passed" in ended.stdout
 
 
-def test_options_reach_the_component() -> None:
-    ended = conformance("reverse_digits", "--option", "digits=2", "-q", "-k", "prompt")
-    assert ended.returncode == 0, ended.stdout + ended.stderr
-    refused = conformance("reverse_digits", "--option", "digits=none", "-q", "-x")
-    assert refused.returncode == 1
-    assert "digits" in refused.stdout
+def test_options_reach_the_component(tmp_path: Path) -> None:
+    code = "from areal.contracts.options import Options\nclass PickyOptions(Options):\n    level: int = 1\n"
+    code += "class Picky:\n    def __init__(self, options, context): raise ValueError(f'level {options.level}')\n"
+    code += "    def prompts(self, split): ...\n    def episode(self, prompt, client): ...\n"
+    (tmp_path / "picky.py").write_text(code)
+    arguments = ("environment/picky:Picky", "-q", "-x", "--option")
+    assert "ValueError: level 7" in conformance(*arguments, "level=7", folder=tmp_path).stdout
+    refused = conformance(*arguments, "level=high", folder=tmp_path)
+    assert refused.returncode == 2
+    assert refused.stderr.startswith("error: environment 'picky:Picky' does not take the option 'level': ")
 
 
 @pytest.mark.parametrize("kind", runner.KITS)
 def test_what_is_written_is_a_subclass_of_the_kit(kind: str) -> None:
-    component = Component(name="my-own 1", factory="areal.builtins.transformers_engine.engine:TransformersEngine")
+    component = Component(name="my-own 1", factory="nowhere:Mine")
     scope: dict[str, type] = {}
-    exec(runner._written(kind, component, {"a": [1, "b"]}), scope)
+    exec(runner._written(kind, component, {}), scope)
     assert issubclass(scope["TestMyOwn1"], import_object(runner.KITS[kind]))
 
 

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import json
 import struct
+from dataclasses import replace
 from typing import Any
 
-from flow_samples import make_trajectory, make_turn
+import pytest
+from flow_samples import make_prompt, make_trajectory, make_turn
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from areal.contracts.messages import Completion, Outcome, Prompt, Trajectory
+from areal.errors import JournalError
 from areal.flow.buffer.codec import decode_prompt, decode_trajectory, encode_prompt, encode_trajectory
 
 FLOATS = st.floats(allow_nan=False)  # infinities, denormals and both zeros included
@@ -89,6 +92,12 @@ def test_a_prompt_comes_back(
         metadata=metadata,
     )
     assert decode_prompt(encode_prompt(prompt)) == prompt
+
+
+def test_metadata_that_is_not_json() -> None:
+    prompt = replace(make_prompt(7), metadata={"allowed": {1, 2}})
+    with pytest.raises(JournalError, match=r"prompt 7 of environment 'digits' cannot be journalled: .* set is not JSON"):
+        encode_prompt(prompt)
 
 
 def test_the_text_is_readable_json() -> None:

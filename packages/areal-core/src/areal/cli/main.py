@@ -33,14 +33,14 @@ class ArealGroup(click.RichGroup):
     def list_commands(self, ctx: click.Context) -> list[str]:
         # Help is shown even when AREAL_BLOCK is misspelt; every command that needs a plugin says so.
         with suppress(ArealError):
-            self._add_plugin_commands()
+            self._add_plugin_commands(ctx)
         return [*COMMANDS, *sorted(self.commands.keys() - COMMANDS.keys())]
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
         if module := COMMANDS.get(cmd_name):
             return import_module(module).command
         if cmd_name not in self.commands:
-            self._add_plugin_commands()
+            self._add_plugin_commands(ctx)
         return self.commands.get(cmd_name)
 
     def invoke(self, ctx: click.Context) -> Any:
@@ -54,10 +54,14 @@ class ArealGroup(click.RichGroup):
         except KeyboardInterrupt:
             ctx.exit(INTERRUPTED)
 
-    def _add_plugin_commands(self) -> None:
+    def _add_plugin_commands(self, ctx: click.Context) -> None:
+        """Let plugins add theirs, once per command line: help asks for the list more than once."""
+        if ctx.meta.setdefault(__name__, False):
+            return
         from areal.plugins import discover
 
         discover().announce("areal_commands", group=self)
+        ctx.meta[__name__] = True
 
 
 @click.group(cls=ArealGroup, context_settings={"help_option_names": ["-h", "--help"]})

@@ -12,7 +12,7 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from areal.contracts.component import Component
-from areal.errors import MissingLibrary, PluginError
+from areal.errors import ConfigError, MissingLibrary, PluginError
 
 KITS = {
     "engine": "areal.testing.engine:EngineConformance",
@@ -55,7 +55,8 @@ def run_conformance(
 ) -> int:
     """Run the kit on one component and return pytest's exit code: 0 when every case passed.
 
-    Raises PluginError for a kind without a kit, MissingLibrary when the component or pytest is not installed.
+    Raises PluginError for a kind without a kit, MissingLibrary when the component or pytest is not installed,
+    ConfigError when the component does not take the options.
     """
     if kind not in KITS:
         raise PluginError(f"there is no conformance kit for {kind} {component.name!r}; kits: {', '.join(KITS)}")
@@ -65,6 +66,7 @@ def run_conformance(
             "install it with: pip install 'areal-core[test]'"
         )
     component.check_installed()
+    _check_options(kind, component, options)
     with TemporaryDirectory(prefix="areal-conformance-") as folder:
         module = Path(folder, "test_conformance.py")
         module.write_text(_written(kind, component, options))
@@ -72,6 +74,17 @@ def run_conformance(
         settings.write_text(_SETTINGS)
         command = [sys.executable, "-m", "pytest", "-c", str(settings), "-p", "no:cacheprovider", str(module)]
         return subprocess.run([*command, *pytest_arguments], check=False).returncode
+
+
+def _check_options(kind: str, component: Component, options: Mapping[str, Any]) -> None:
+    from pydantic import ValidationError
+
+    try:
+        component.parse_options(options)
+    except ValidationError as error:
+        first = error.errors()[0]
+        key = ".".join(map(str, first["loc"]))
+        raise ConfigError(f"{kind} {component.name!r} does not take the option {key!r}: {first['msg']}") from error
 
 
 def _written(kind: str, component: Component, options: Mapping[str, Any]) -> str:

@@ -103,7 +103,7 @@ class SlotLayer(CacheLayerMixin):
 
 
 class SlotCache(Cache):
-    """Invariant: it holds at most `max_kv_tokens`, or what the running rows need; between passes slots 0..n-1 are theirs.
+    """Invariant: between passes slots 0..n-1 are the running rows', and memory is `max_kv_tokens` or what they need.
 
     The layers are made as the model's first pass meets them, in the shapes the model itself produces, so that any
     number of key and value heads and any head size works.
@@ -126,7 +126,7 @@ class SlotCache(Cache):
         return layer
 
     def prefill(self, start: int, stop: int, length: int, source: Tensor | None) -> None:
-        """Announce a prefill of slots `start`..`stop`-1, the first free ones, with prompts padded to `length` tokens."""
+        """Announce a prefill of the first free slots, `start`..`stop`-1, with prompts padded to `length` tokens."""
         self._used_tokens = max(self._used_tokens, length) if start else length
         self._reserve(stop, used_slots=start)
         window = self.window

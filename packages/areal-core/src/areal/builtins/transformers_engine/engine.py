@@ -153,7 +153,8 @@ class TransformersEngine:
         temperature = sampling.temperature
         if temperature != 0 and not _MIN_TEMPERATURE <= temperature < math.inf:
             raise ArealError(
-                f"request {request.uid!r} asks for temperature {temperature}; use 0 (greedy) or {_MIN_TEMPERATURE} and more"
+                f"request {request.uid!r} asks for temperature {temperature}; "
+                f"use 0 for greedy decoding, or {_MIN_TEMPERATURE} and more"
             )
         if sampling.max_new_tokens < 0 or sampling.top_k < 0 or not 0 < sampling.top_p <= 1:
             raise ArealError(

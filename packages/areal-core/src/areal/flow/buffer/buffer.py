@@ -8,7 +8,6 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from areal.contracts.messages import Group, Prompt, Trajectory, Version
-from areal.errors import JournalError
 from areal.flow.buffer.journal import Issued, Journal
 
 OnExcess = Literal["drop", "mask", "allow"]
@@ -50,7 +49,7 @@ class ReplayBuffer:
         self._ready: dict[int, Group] = {}
         self._arrived: list[tuple[int, Prompt | Trajectory]] = []
         self._changed = asyncio.Event()
-        self._failure: JournalError | None = None
+        self._failure: Exception | None = None
         self.num_stale_dropped = 0
 
     def expect(self, groups: Sequence[Issued]) -> None:
@@ -75,7 +74,7 @@ class ReplayBuffer:
     def _flush_soon(self) -> None:
         try:
             self.flush()
-        except JournalError as error:
+        except Exception as error:
             # Nobody hears what the event loop calls; whoever waits for the data does.
             self._failure = error
             self._changed.set()

@@ -6,18 +6,25 @@ import json
 from typing import Any
 
 from areal.contracts.messages import Completion, Outcome, Prompt, Trajectory
+from areal.errors import JournalError
 
 
 def encode_prompt(prompt: Prompt) -> str:
-    return json.dumps(
-        {
-            "environment": prompt.environment,
-            "index": prompt.index,
-            "messages": [dict(message) for message in prompt.messages],
-            "answer": prompt.answer,
-            "metadata": dict(prompt.metadata),
-        }
-    )
+    """Return the prompt as JSON; JournalError when its environment put in it what JSON cannot hold."""
+    fields = {
+        "environment": prompt.environment,
+        "index": prompt.index,
+        "messages": [dict(message) for message in prompt.messages],
+        "answer": prompt.answer,
+        "metadata": dict(prompt.metadata),
+    }
+    try:
+        return json.dumps(fields)
+    except (TypeError, ValueError) as error:
+        raise JournalError(
+            f"prompt {prompt.index} of environment {prompt.environment!r} cannot be journalled: {error}; "
+            "'metadata' may hold JSON values only"
+        ) from error
 
 
 def decode_prompt(text: str) -> Prompt:

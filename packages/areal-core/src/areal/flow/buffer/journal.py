@@ -225,13 +225,14 @@ class Journal:
     def _transaction(self) -> Generator[None]:
         try:
             self._db.execute("BEGIN IMMEDIATE")
-            yield
-            self._db.execute("COMMIT")
+            try:
+                yield
+                self._db.execute("COMMIT")
+            finally:
+                if self._db.in_transaction:
+                    self._db.execute("ROLLBACK")
         except sqlite3.Error as error:
             raise JournalError(f"the journal {self._path} cannot be written: {error}") from error
-        finally:
-            if self._db.in_transaction:
-                self._db.execute("ROLLBACK")
 
 
 _OPEN_GROUPS = """

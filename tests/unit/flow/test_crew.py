@@ -1,0 +1,237 @@
+"""The crew: a group is worked on until all of it arrived, whatever happens to the workers."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Mapping
+from typing import Any
+
+import pytest
+from flow_samples import make_prompt, make_trajectory
+
+from areal.cluster.inline import InlineHandle
+from areal.contracts.cluster import Handle
+from areal.contracts.messages import Prompt
+from areal.errors import ConfigError, WorkerDied, WorkerFailed
+from areal.flow.rollout import crew as crew_module
+from areal.flow.rollout.crew import Crew
+from areal.flow.rollout.worker import GroupRequest, Part
+
+
+@pytest.fixture(autouse=True)
+def fast(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(crew_module, "RETRY_PAUSE_S", 0.001)
+    monkeypatch.setattr(crew_module, "SILENCE_GRACE_S", 0.05)
+
+
+class ScriptedWorker:
+    """Makes `good_for` samples and then misbehaves. Invariant: `made` and `asked` tell everything it did."""
+
+    def __init__(self, good_for: int = 1000, then: Exception | str = "hang") -> None:
+        self.good_for = good_for
+        self.then = then
+        self.asked: list[GroupRequest] = []
+        self.made: list[int] = []
+        self.engines: Mapping[str, Any] | None = None
+
+    def start(self) -> dict[str, dict[str, int]]:
+        return {"digits": {"train": 10, "test": 2}}
+
+    async def use_engines(self, handles: Mapping[str, Any]) -> None:
+        self.engines = handles
+
+    async def run_group(self, request: GroupRequest) -> AsyncIterator[Part]:
+        self.asked.append(request)
+        yield make_prompt(request.prompt_index)
+        for sample in request.samples:
+            if len(self.made) == self.good_for:
+                if isinstance(self.then, Exception):
+                    raise self.then
+                await asyncio.sleep(60)
+            await asyncio.sleep(0)
+            self.made.append(sample)
+            yield make_trajectory(request.number, sample)
+
+
+class Site:
+    """A crew with its workers. Invariant: workers are handed out in the given order."""
+
+    def __init__(self, *workers: ScriptedWorker, max_restarts: int = 3) -> None:
+        self.waiting = list(workers)
+        self.handles: dict[str, InlineHandle] = {}
+        self.ended: list[str] = []
+        self.crew = Crew(self.spawn, 0.05, max_restarts)
+
+    async def spawn(self, name: str) -> Handle:
+        handle = InlineHandle(name, self.waiting.pop(0), lambda death: self.ended.append(death.name))
+        self.handles[name] = handle
+        return handle
+
+    async def start(self, count: int) -> Crew:
+        for _ in range(count):
+            await self.crew.add()
+        return self.crew
+
+
+def request(number: int = 0) -> GroupRequest:
+    return GroupRequest(number=number, environment="digits", prompt_index=4, samples=())
+
+
+async def play(crew: Crew, num_samples: int = 4, number: int = 0) -> list[int]:
+    """Run one group to its end as the loop does; return the samples in the order in which they came."""
+    got: list[int] = []
+
+    def missing() -> tuple[int, ...]:
+        return tuple(sample for sample in range(num_samples) if sample not in got)
+
+    async with asyncio.timeout(10):
+        async for part in crew.run(request(number), missing):
+            if not isinstance(part, Prompt):
+                got.append(part.sample)
+    return got
+
+
+async def test_a_group_is_made_once() -> None:
+    worker = ScriptedWorker()
+    crew = await Site(worker).start(1)
+    assert await play(crew) == [0, 1, 2, 3]
+    assert [asked.samples for asked in worker.asked] == [(0, 1, 2, 3)]
+    assert crew.num_prompts == {"digits": {"train": 10, "test": 2}}
+    assert await play(crew, num_samples=0) == [], "nothing is missing"
+    assert len(worker.asked) == 1 and crew.num_reissued == 0
+
+
+async def test_groups_are_spread_over_the_workers() -> None:
+    workers = [ScriptedWorker() for _ in range(3)]
+    crew = await Site(*workers).start(3)
+    await asyncio.gather(*(play(crew, number=number) for number in range(9)))
+    assert [len(worker.asked) for worker in workers] == [3, 3, 3]
+
+
+@pytest.mark.parametrize("error", [WorkerFailed("rollout-0 hung"), WorkerDied("rollout-0 died")])
+async def test_after_a_failure_only_the_missing_samples_are_made_again(error: WorkerFailed) -> None:
+    broken, healthy = ScriptedWorker(good_for=2, then=error), ScriptedWorker()
+    site = Site(broken, healthy)
+    crew = await site.start(1)
+    task = asyncio.create_task(play(crew))
+    while len(broken.made) < 2:
+        await asyncio.sleep(0)
+    await crew.lost("rollout-0", "killed")
+    await crew.add()
+    assert await task == [0, 1, 2, 3]
+    assert (broken.made, healthy.made) == ([0, 1], [2, 3])
+    assert [asked.samples for asked in healthy.asked] == [(2, 3)]
+    assert crew.num_reissued >= 1
+
+
+async def test_a_worker_that_dies_in_the_middle_of_a_group() -> None:
+    dying, healthy = ScriptedWorker(good_for=1, then="hang"), ScriptedWorker()
+    site = Site(dying, healthy)
+    crew = await site.start(2)
+    task = asyncio.create_task(play(crew))
+    while not dying.made:
+        await asyncio.sleep(0)
+    await site.handles["rollout-0"].kill()
+    await crew.lost("rollout-0", "signal 9")
+    assert await task == [0, 1, 2, 3]
+    assert (dying.made, healthy.made) == ([0], [1, 2, 3])
+
+
+async def test_a_silent_worker_is_ended() -> None:
+    silent, healthy = ScriptedWorker(good_for=3, then="hang"), ScriptedWorker()
+    site = Site(silent, healthy)
+    crew = await site.start(1)
+    task = asyncio.create_task(play(crew))
+    async with asyncio.timeout(5):
+        while not site.ended:
+            await asyncio.sleep(0.01)
+    assert site.ended == ["rollout-0"]
+    await crew.lost("rollout-0", "it was ended")
+    await crew.add()
+    assert await task == [0, 1, 2, 3]
+    assert healthy.asked[0].samples == (3,)
+
+
+async def test_without_workers_groups_wait_for_one() -> None:
+    site = Site(ScriptedWorker(), ScriptedWorker())
+    crew = await site.start(1)
+    await crew.lost("rollout-0", "gone")
+    task = asyncio.create_task(play(crew))
+    await asyncio.sleep(0.02)
+    assert not task.done()
+    await crew.add()
+    assert await task == [0, 1, 2, 3]
+
+
+async def test_attempts_that_bring_nothing_end() -> None:
+    broken = ScriptedWorker(good_for=0, then=WorkerFailed("no engine answers"))
+    crew = await Site(broken).start(1)
+    with pytest.raises(WorkerFailed, match="group 3 failed 6 times in a row: no engine answers"):
+        await play(crew, number=3)
+    assert len(broken.asked) == 6
+
+
+async def test_attempts_that_bring_something_go_on() -> None:
+    class OneAtATime(ScriptedWorker):
+        async def run_group(self, request: GroupRequest) -> AsyncIterator[Part]:
+            self.asked.append(request)
+            yield make_prompt()
+            yield make_trajectory(request.number, request.samples[0])
+            raise WorkerFailed("the next engine went away")
+
+    worker = OneAtATime()
+    crew = await Site(worker).start(1)
+    assert await play(crew, num_samples=12) == list(range(12))
+    assert len(worker.asked) == 12
+
+
+async def test_the_budget_of_restarts() -> None:
+    site = Site(*(ScriptedWorker() for _ in range(4)), max_restarts=2)
+    crew = await site.start(1)
+    for number in range(2):
+        await crew.lost(f"rollout-{number}", "signal 9")
+        await crew.lost(f"rollout-{number}", "told twice, counted once")
+        await crew.add()
+    with pytest.raises(WorkerFailed, match=r"rollout-2 was lost and the run's budget of rollout .* used up: signal 9"):
+        await crew.lost("rollout-2", "signal 9")
+    assert site.ended == ["rollout-0", "rollout-1", "rollout-2"]
+
+
+async def test_everybody_knows_the_engines() -> None:
+    old, new = {"engine-0": object()}, {"engine-1": object()}
+    first, late = ScriptedWorker(), ScriptedWorker()
+    site = Site(first, late)
+    crew = await site.start(1)
+    await crew.use_engines(old)
+    changing = crew.use_engines
+
+    class Slow(ScriptedWorker):
+        async def use_engines(self, handles: Mapping[str, Any]) -> None:
+            if handles is old:
+                await changing(new)  # the engines change while the new worker is being told
+            await super().use_engines(handles) if handles is new else None
+
+    site.waiting[0] = slow = Slow()
+    await crew.add()
+    assert first.engines is new and slow.engines is new
+
+
+async def test_a_worker_that_dies_while_it_is_told_stops_nobody() -> None:
+    class Deaf(ScriptedWorker):
+        async def use_engines(self, handles: Mapping[str, Any]) -> None:
+            if handles:
+                raise WorkerDied("deaf")
+
+    deaf, healthy = Deaf(), ScriptedWorker()
+    crew = await Site(deaf, healthy).start(2)
+    await crew.use_engines({"engine-0": None})
+    assert healthy.engines == {"engine-0": None}
+
+
+async def test_a_worker_that_does_not_start_says_why() -> None:
+    class Broken(ScriptedWorker):
+        def start(self) -> dict[str, dict[str, int]]:
+            raise ConfigError("environment 'digits' needs data")
+
+    with pytest.raises(ConfigError, match="needs data"):
+        await Site(Broken()).start(1)
