@@ -14,6 +14,8 @@ from measuring.processes import areal_command
 
 ADDITION = {"name": "addition", "type": "measuring.tasks:Addition"}
 COUNTING = {"name": "counting", "type": "measuring.tasks:Counting"}
+PATIENCE_S = 900.0
+"""Three steps' samples are under way at a time, and a machine need not be quiet."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,6 +64,7 @@ class Case:
             },
             "algorithm": {"name": "grpo", "group_size": self.group_size},
             "sampling": {"max_new_tokens": self.max_new_tokens, "temperature": 1.0},
+            "rollout": {"episode_timeout_s": PATIENCE_S, "quiet_time_s": PATIENCE_S},
             "checkpoint": {"every_steps": 0},
         }
 

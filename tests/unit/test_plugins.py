@@ -300,6 +300,14 @@ def test_a_class_of_ones_own_is_an_environment(own_task: str) -> None:
     assert BUILTIN.resolve("environment", f"{own_task}:Bare").options is None
 
 
+def test_a_class_of_ones_own_may_lie_in_the_working_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "my_near_task.py").write_text(OWN_TASK)
+    monkeypatch.setattr(sys, "path", [folder for folder in sys.path if folder])
+    monkeypatch.chdir(tmp_path)
+    assert BUILTIN.resolve("environment", "my_near_task:Own").options == "my_near_task:OwnOptions"
+    assert sys.path[-1] == str(tmp_path)
+
+
 @pytest.mark.parametrize(
     ("path", "sentence"),
     [

@@ -108,6 +108,11 @@ def test_a_checkpoint_is_an_hf_folder_in_the_engines_dtype_beside_the_exact_stat
         assert torch.equal(tensor, exact[name].to(torch.bfloat16))
 
 
+def test_loading_and_saving_say_nothing(path: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    started(path).save(str(tmp_path))
+    assert capfd.readouterr() == ("", "")
+
+
 def test_random_numbers_go_on_after_a_load(path: str, tmp_path: Path) -> None:
     backend = started(path)
     backend.save(str(tmp_path))

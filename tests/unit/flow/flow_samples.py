@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import asyncio
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from areal.cluster.inline import InlineHandle
@@ -44,3 +45,10 @@ def make_group(number: int, trajectories: Sequence[Trajectory]) -> Group:
 def handle_of(name: str, worker: Any) -> InlineHandle:
     """Return a handle whose worker is an object of this process."""
     return InlineHandle(name, worker, lambda death: None)
+
+
+async def until(condition: Callable[[], object]) -> None:
+    """Let the others run until the condition holds; TimeoutError when it does not within some seconds."""
+    async with asyncio.timeout(10):
+        while not condition():  # noqa: ASYNC110 -- nothing announces what tests look for
+            await asyncio.sleep(0.001)

@@ -45,7 +45,7 @@ def test_the_share_itself_is_allowed() -> None:
 def test_old_failures_leave_the_window_but_the_first_text_stays() -> None:
     budget = FailureBudget(max_share=0.0, window=3)
     count(budget, Outcome.error("the very first"), OK)  # not a full window yet
-    with pytest.raises(RewardBudgetExceeded, match="1 of the last 3 .* the 0% .* error: the very first"):
+    with pytest.raises(RewardBudgetExceeded, match=r"1 of the last 3 .* the 0% .* error: the very first"):
         budget.count(OK)
     count(budget, OK, OK)
     with pytest.raises(RewardBudgetExceeded, match="the first was error: the very first"):
@@ -67,10 +67,8 @@ def test_prompts_are_spread_over_the_environments() -> None:
     assert evaluation.test_prompts({"c": {"train": 1, "test": 0}}, 5) == []
 
 
-class TestPlayer:
+class Player:
     """Fails the first attempt at each prompt. Invariant: `asked` holds every request."""
-
-    __test__ = False
 
     def __init__(self) -> None:
         self.asked: list[GroupRequest] = []
@@ -92,7 +90,7 @@ class TestPlayer:
 
 async def test_each_test_prompt_is_played_once_and_greedily(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(crew_module, "RETRY_PAUSE_S", 0.001)
-    player = TestPlayer()
+    player = Player()
 
     async def spawn(name: str) -> object:
         return handle_of(name, player)

@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator, Mapping
 from typing import Any
 
 import pytest
-from flow_samples import make_prompt, make_trajectory
+from flow_samples import make_prompt, make_trajectory, until
 
 from areal.cluster.inline import InlineHandle
 from areal.contracts.cluster import Handle
@@ -86,8 +86,7 @@ async def play(crew: Crew, num_samples: int = 4, number: int = 0) -> list[int]:
 
     async with asyncio.timeout(10):
         async for part in crew.run(request(number), missing):
-            if not isinstance(part, Prompt):
-                got.append(part.sample)
+            got += [] if isinstance(part, Prompt) else [part.sample]
     return got
 
 
@@ -114,8 +113,7 @@ async def test_after_a_failure_only_the_missing_samples_are_made_again(error: Wo
     site = Site(broken, healthy)
     crew = await site.start(1)
     task = asyncio.create_task(play(crew))
-    while len(broken.made) < 2:
-        await asyncio.sleep(0)
+    await until(lambda: len(broken.made) == 2)
     await crew.lost("rollout-0", "killed")
     await crew.add()
     assert await task == [0, 1, 2, 3]
@@ -129,8 +127,7 @@ async def test_a_worker_that_dies_in_the_middle_of_a_group() -> None:
     site = Site(dying, healthy)
     crew = await site.start(2)
     task = asyncio.create_task(play(crew))
-    while not dying.made:
-        await asyncio.sleep(0)
+    await until(lambda: dying.made)
     await site.handles["rollout-0"].kill()
     await crew.lost("rollout-0", "signal 9")
     assert await task == [0, 1, 2, 3]
@@ -142,9 +139,7 @@ async def test_a_silent_worker_is_ended() -> None:
     site = Site(silent, healthy)
     crew = await site.start(1)
     task = asyncio.create_task(play(crew))
-    async with asyncio.timeout(5):
-        while not site.ended:
-            await asyncio.sleep(0.01)
+    await until(lambda: site.ended)
     assert site.ended == ["rollout-0"]
     await crew.lost("rollout-0", "it was ended")
     await crew.add()

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
 
 import pytest
-from flow_samples import handle_of
+from flow_samples import handle_of, until
 
 from areal.contracts.messages import Completion, FinishReason, GenerateRequest, Sampling
 from areal.errors import ArealError, ConfigError, WorkerFailed
@@ -68,12 +67,6 @@ def pool_of(**engines: ScriptedEngine) -> EnginePool:
 async def settle() -> None:
     for _ in range(10):
         await asyncio.sleep(0)
-
-
-async def until(condition: Callable[[], bool]) -> None:
-    async with asyncio.timeout(5):
-        while not condition():
-            await asyncio.sleep(0.001)
 
 
 async def test_the_least_busy_engine_is_asked() -> None:

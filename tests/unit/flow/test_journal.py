@@ -169,7 +169,7 @@ def test_a_value_that_cannot_be_stored_leaves_the_journal_usable(path: Path) -> 
 
 
 def test_what_cannot_be_opened(tmp_path: Path, path: Path) -> None:
-    with pytest.raises(JournalError, match=r"has no journal, so there is nothing to resume; start a run with areal run"):
+    with pytest.raises(JournalError, match="has no journal, so there is nothing to resume; start a run with"):
         Journal(path, create=False)
     with pytest.raises(JournalError, match=r"cannot be used: unable to open database file"):
         Journal(tmp_path / "no" / "folder", create=True)

@@ -22,7 +22,20 @@ from areal.flow.rollout.worker import EnvironmentChoice, GroupRequest, Part, Rol
 from areal.testing.models import character_tokenizer
 
 TIMEOUT_S = 0.3
-ACTS = ["ok", "raise", "refuse", "hang", "own timeout", "own cancel", "exit", "nothing", "nan", "none", "text", "swallow"]
+ACTS = [
+    "ok",
+    "raise",
+    "refuse",
+    "hang",
+    "own timeout",
+    "own cancel",
+    "exit",
+    "nothing",
+    "nan",
+    "none",
+    "text",
+    "swallow",
+]
 
 
 class Playground:
@@ -254,5 +267,5 @@ def test_start_counts_prompts_and_demonstrations(tokenizer_folder: str) -> None:
 
 def test_a_folder_without_tokenizer(tmp_path: Path) -> None:
     worker = make_worker(str(tmp_path))
-    with pytest.raises(WorkerFailed, match="no tokenizer could be loaded from .*'model.path' must be a Hugging Face"):
+    with pytest.raises(WorkerFailed, match=r"no tokenizer could be loaded from .*'model.path' must be a Hugging Face"):
         worker.start()

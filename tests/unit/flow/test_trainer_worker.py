@@ -80,25 +80,17 @@ def make_worker(*, minibatches: int = 1, temperature: float = 0.5, **options: An
     return worker, NotingBackend.last
 
 
+def make_sample(number: int, sample: int, alike: bool) -> Trajectory:
+    turn = make_turn((1, 2), (3,) * (sample + 1) + (100 + 10 * number + sample,), version=number)
+    return make_trajectory(number, sample, reward=0.5 if alike else float(sample), turns=[turn])
+
+
 def groups(num_groups: int = 3, num_samples: int = 4) -> tuple[Group, ...]:
     """Every row has a last token of its own; the last group is all alike, so it has no advantage."""
-    made = []
-    for number in range(num_groups):
-        made.append(
-            make_group(
-                number,
-                [
-                    make_trajectory(
-                        number,
-                        sample,
-                        reward=0.5 if number == num_groups - 1 else float(sample),
-                        turns=[make_turn((1, 2), (3,) * (sample + 1) + (100 + 10 * number + sample,), version=number)],
-                    )
-                    for sample in range(num_samples)
-                ],
-            )
-        )
-    return tuple(made)
+    return tuple(
+        make_group(number, [make_sample(number, sample, number == num_groups - 1) for sample in range(num_samples)])
+        for number in range(num_groups)
+    )
 
 
 def request(step: int = 1, oldest: int | None = None, made: tuple[Group, ...] | None = None) -> TrainRequest:

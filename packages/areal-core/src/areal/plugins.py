@@ -8,9 +8,11 @@ from __future__ import annotations
 import inspect
 import logging
 import re
+import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from importlib import metadata
+from pathlib import Path
 from typing import Any, Literal
 
 import pluggy
@@ -164,10 +166,13 @@ def conflict(offers: tuple[Offer, ...]) -> str:
 def own_environment(path: str) -> Component:
     """Return a component for the class at ``"package.module:Class"``, which needs `prompts` and `episode`.
 
-    Its options class, if it has one, stands beside it under the name ``<Class>Options``.
+    Its options class, if it has one, stands beside it under the name ``<Class>Options``. The module is looked for in
+    the working folder too, behind everything installed.
     """
     if not _DOTTED.fullmatch(path):
         raise PluginError(f"{path!r} is not of the form 'package.module:Class'")
+    if (folder := str(Path.cwd())) not in sys.path:
+        sys.path.append(folder)
     found = import_object(path)
     if missing := [method for method in ("prompts", "episode") if not callable(getattr(found, method, None))]:
         raise PluginError(f"{path!r} is no environment: it has no method {' and no '.join(missing)}")

@@ -193,14 +193,19 @@ class RayCluster:
         wanted = dict(spec.resources)
         num_gpus = wanted.pop("GPU", 0)
         remote_host: Any = ray.remote(Host)
-        actor = remote_host.options(
+        host = remote_host.options(
             num_cpus=wanted.pop("CPU", 0),
             num_gpus=num_gpus,
             resources=wanted,
             max_restarts=0,
             max_task_retries=0,
             max_concurrency=1000,
-        ).remote(spec, log_file)
+        )
+        try:
+            actor = host.remote(spec, log_file)
+        except TypeError as error:
+            said = str(error).splitlines()[0]
+            raise WorkerFailed(f"{spec.name} did not start, its arguments cannot be sent: {said}") from error
         try:
             problem: str = await asyncio.wait_for(actor.build.remote(), SPAWN_DEADLINE_S)
         except TimeoutError:

@@ -43,10 +43,10 @@ EXTRAS = {
 }
 """What a run cannot have without each of core's extras."""
 COMPANIONS = {
-    "areal-vllm": ("no engine vllm", "pip install 'areal-vllm[vllm]'"),
-    "areal-sglang": ("no engine sglang", "pip install 'areal-sglang[sglang]'"),
+    "areal-vllm": "no engine vllm: its plugin is not published yet",
+    "areal-sglang": "no engine sglang: its plugin is not published yet",
 }
-"""AReaL's own plugins: what a run cannot have without each, and the command that brings it."""
+"""AReaL's own plugins, and what a run cannot have without each."""
 
 State = Literal["ok", "low", "absent", "broken"]
 
@@ -257,9 +257,9 @@ def _extras() -> Iterator[Finding]:
 
 def _companions(plugins: Plugins) -> Iterator[Finding]:
     installed = {row.distribution for row in plugins.rows()}
-    for name, (cost, command) in COMPANIONS.items():
+    for name, cost in COMPANIONS.items():
         if name not in installed:
-            yield Finding(topic="extras", name=name, state="absent", detail=cost, command=command)
+            yield Finding(topic="extras", name=name, state="absent", detail=cost)
 
 
 def _requirements() -> dict[str, list[str]]:

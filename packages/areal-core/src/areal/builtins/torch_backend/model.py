@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
-from transformers.utils import logging
 
 from areal.builtins.torch_backend import attention
 from areal.builtins.torch_backend.logprobs import token_logprobs
 from areal.builtins.torch_backend.packing import Packed, pack
+from areal.builtins.torch_backend.quiet import no_progress_bar
 from areal.contracts.messages import Row
 from areal.contracts.specs import AmpSpec, BackendContext
 from areal.errors import WorkerFailed
@@ -118,7 +116,7 @@ def _load(path: str) -> PreTrainedModel:
     # A folder is never looked up on the network. Eager attention is what every model has.
     source: dict[str, Any] = {"local_files_only": Path(path).is_dir()}
     try:
-        with _no_progress_bar():
+        with no_progress_bar():
             return AutoModelForCausalLM.from_pretrained(
                 path, dtype=torch.float32, attn_implementation="eager", **source
             )
@@ -135,17 +133,6 @@ def _head(module: PreTrainedModel, path: str) -> nn.Module:
     if head is None:
         raise _unsupported(path, f"{type(module).__name__} has no LM head")
     return head
-
-
-@contextmanager
-def _no_progress_bar() -> Iterator[None]:
-    was_on = logging.is_progress_bar_enabled()
-    logging.disable_progress_bar()
-    try:
-        yield
-    finally:
-        if was_on:
-            logging.enable_progress_bar()
 
 
 def _stop_dropout(module: nn.Module) -> None:

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
+from areal.builtins.torch_backend.quiet import no_progress_bar
 from areal.errors import JournalError
 
 MODEL_FOLDER = "model"
@@ -35,7 +36,8 @@ def save_model(
     """Write the HF folder `folder` with weights cast to `dtype`; it appears whole or not at all."""
 
     def write(unfinished: Path) -> None:
-        module.save_pretrained(unfinished, state_dict=_cast(module, dtype))
+        with no_progress_bar():
+            module.save_pretrained(unfinished, state_dict=_cast(module, dtype))
         # save_pretrained notes the dtype of the module, not of what it wrote.
         written, module.config.dtype = module.config.dtype, dtype
         module.config.save_pretrained(unfinished)

@@ -70,7 +70,8 @@ class Publisher:
             plan=self._plan_for(targets),
             deadline_s=self._deadline_s,
         )
-        sending = self._trainer.call("send", transfer, deadline_s=self._deadline_s)
+        # Each side names its own trouble better than a call that ran out; so give it the time to.
+        sending = self._trainer.call("send", transfer, deadline_s=self._deadline_s + 5.0)
         receiving = [
             target.handle.call("receive", replace(transfer, member=member), deadline_s=self._deadline_s + 5.0)
             for member, target in enumerate(targets)

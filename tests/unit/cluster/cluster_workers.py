@@ -1,0 +1,101 @@
+"""What the clusters' tests run in their workers."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import sys
+import threading
+from collections.abc import AsyncIterator
+from typing import Any
+
+from areal.errors import ArealError, ConfigError, WorkerDied
+
+
+class AwkwardError(ArealError):
+    """Pickles, and cannot be unpickled: its constructor wants more than its text."""
+
+    def __init__(self, where: str, what: str) -> None:
+        super().__init__(f"{what} at {where}")
+
+
+class Worker:
+    """Does as it is told. Invariant: `log` is what happened in it, in order."""
+
+    def __init__(self, *args: Any) -> None:
+        self.args = args
+        self.log: list[Any] = []
+
+    def echo(self, value: Any) -> Any:
+        return value
+
+    async def echo_later(self, value: Any, seconds: float = 0.0) -> Any:
+        await asyncio.sleep(seconds)
+        return value
+
+    async def count(self, limit: int, fail_at: int = -1) -> AsyncIterator[int]:
+        try:
+            for number in range(limit):
+                if number == fail_at:
+                    raise ValueError(f"no {number}")
+                yield number
+                await asyncio.sleep(0)
+        finally:
+            self.log.append("counted")
+
+    async def hang(self) -> None:
+        self.log.append("hangs")
+        try:
+            await asyncio.sleep(60)
+        finally:
+            self.log.append("hangs no more")
+
+    async def hang_after(self, value: int) -> AsyncIterator[int]:
+        yield value
+        await self.hang()
+
+    def fail(self, kind: str) -> None:
+        errors: dict[str, BaseException] = {
+            "areal": ConfigError("no such thing; did you mean 'that'?"),
+            "died": WorkerDied("somebody else died"),
+            "awkward": AwkwardError("the door", "stuck"),
+            "value": ValueError("a bad value"),
+            "timeout": TimeoutError("my own clock"),
+            "exit": SystemExit(3),
+        }
+        raise errors[kind]
+
+    def append(self, value: Any) -> None:
+        self.log.append(value)
+
+    def get_log(self) -> list[Any]:
+        return self.log
+
+    def get_args(self) -> tuple[Any, ...]:
+        return self.args
+
+    def pid(self) -> int:
+        return os.getpid()
+
+    def environment(self, name: str) -> str | None:
+        return os.environ.get(name)
+
+    def say(self, text: str) -> None:
+        print(text)
+        print(text, "as an error", file=sys.stderr)
+        os.write(1, f"{text} from C\n".encode())
+        sys.stdout.flush()
+
+    def lock(self) -> Any:
+        return threading.Lock()
+
+    async def ask(self, handle: Any, method: str, *args: Any) -> Any:
+        return await handle.call(method, *args)
+
+
+def refuses(*_: Any) -> None:
+    raise ConfigError("environment 'x' needs data")
+
+
+def breaks(*_: Any) -> None:
+    raise ValueError("a bad value")
