@@ -95,6 +95,17 @@ def test_a_recipe_names_what_it_offers(run: Run) -> None:
     assert refused.startswith("error: ") and "digits" in refused
 
 
+def test_a_run_uses_its_engine_and_its_task(run: Run, tmp_path: Path) -> None:
+    few = ["training.max_steps=2", "training.batch_size=4", "evaluation.num_prompts=4"]
+    brief = ["training.warmup.steps=2", "training.warmup.batch_size=8", "algorithm.group_size=4"]
+    plugin = ["--engine", "delayed", "environments.0.name=sort", "environments.0.type=sort_digits"]
+    ended = run("areal.cli.main", "run", "--cluster", "inline", *plugin, *few, *brief, f"runs_dir={tmp_path / 'runs'}")
+    assert "step 2/2" in ended.stdout
+    (metrics,) = (tmp_path / "runs").glob("*/metrics.jsonl")
+    steps = [json.loads(line) for line in metrics.read_text().splitlines()]
+    assert len([step for step in steps if 0.0 <= step.get("reward/mean", -1.0) < 1.0]) == 2
+
+
 def test_its_own_tests_pass(run: Run) -> None:
     settings = ["-c", str(TEMPLATE / "pyproject.toml"), "-q", "-p", "no:cacheprovider"]
     tests = TEMPLATE / "tests"
