@@ -33,12 +33,15 @@ def write_tiny_model(folder: str | Path, seed: int) -> str:
 
 
 def tiny_config() -> Qwen3Config:
-    """Return the architecture: small enough to learn on one CPU core, deep enough to learn to reverse digits."""
+    """Return the architecture.
+
+    Narrow and three layers deep: of the shapes of this size it learns to reverse digits most evenly over seeds.
+    """
     return Qwen3Config(
         vocab_size=len(SPECIAL_TOKENS) + len(CHARACTERS),
-        hidden_size=128,
-        intermediate_size=384,
-        num_hidden_layers=2,
+        hidden_size=96,
+        intermediate_size=288,
+        num_hidden_layers=3,
         num_attention_heads=4,
         num_key_value_heads=2,
         head_dim=32,
