@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 import yaml
-from areal.plugins import discover
 
 from areal.config import bundled_recipes, config_schema, dump, load_recipe
 from areal.errors import UnknownComponent
+from areal.plugins import discover
 
 ROOT = Path(__file__).parents[2]
 RECIPES = [
