@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -41,7 +40,7 @@ def main() -> None:
     folder = new_folder(args.folder, "async_vs_sync")
     report: dict[str, Any] = {"arguments": {key: str(value) for key, value in vars(args).items()}, "cases": {}}
     for name in KINDS if args.case == "both" else [args.case]:
-        report["cases"][name] = compare(name, KINDS[name], args, folder / name)
+        report["cases"][name] = compare(name, KINDS[name].with_precision(args.precision), args, folder / name)
         if args.out:
             args.out.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
     print(f"\nlogs, recipes and curves: {folder}")
@@ -54,6 +53,12 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--rounds", type=int, default=1, help="how often each way runs")
     parser.add_argument("--cores", type=int, default=2)
     parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument(
+        "--precision",
+        choices=["auto", "bf16", "float32"],
+        default="auto",
+        help="of SmolLM2 on every side; auto: bf16 where the processor has it",
+    )
     parser.add_argument("--smollm2", help="folder of SmolLM2-135M-Instruct; else: areal models pull smollm2")
     parser.add_argument("--deadline-s", type=float, default=3600.0, help="longest time for one run")
     parser.add_argument("--folder", type=Path, help="where everything is written; else below runs/benchmarks")
@@ -64,7 +69,7 @@ def arguments() -> argparse.Namespace:
 def compare(name: str, case: Case, args: argparse.Namespace, folder: Path) -> dict[str, Any]:
     """Run one case in all three ways, print what came out and return it."""
     steps = args.steps or case.steps
-    print(f"\n{name}: {case.title}, {steps} steps; load average {os.getloadavg()[0]:.2f}", flush=True)
+    print(f"\n{name}: {case.title}, {steps} steps, {case.precision}", flush=True)
     model = initial_model(case, args.smollm2, folder=folder, seed=args.seed, cores=args.cores)
     summaries: dict[str, list[dict[str, float | None]]] = {}
     for number in range(args.rounds):

@@ -34,7 +34,7 @@ def main() -> None:
     folder = new_folder(args.folder, "vs_trl")
     report: dict[str, Any] = {"arguments": {key: str(value) for key, value in vars(args).items()}, "cases": {}}
     for name in CASES if args.case == "all" else [args.case]:
-        report["cases"][name] = compare(name, CASES[name], args, python, folder / name)
+        report["cases"][name] = compare(name, CASES[name].with_precision(args.precision), args, python, folder / name)
         if args.out:
             args.out.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
     print(f"\nlogs, recipes and curves: {folder}")
@@ -49,6 +49,12 @@ def arguments() -> argparse.Namespace:
         "--cores", type=int, default=2, help="cores for each side: all TRL's, or shared by our processes"
     )
     parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument(
+        "--precision",
+        choices=["auto", "bf16", "float32"],
+        default="auto",
+        help="of SmolLM2 on every side; auto: bf16 where the processor has it",
+    )
     parser.add_argument("--smollm2", help="folder of SmolLM2-135M-Instruct; else: areal models pull smollm2")
     parser.add_argument("--trl-python", help="Python that has TRL 1.16.0; else .venvs/trl, made if need be")
     parser.add_argument(
@@ -67,7 +73,9 @@ def arguments() -> argparse.Namespace:
 def compare(name: str, case: Case, args: argparse.Namespace, python: str, folder: Path) -> dict[str, Any]:
     """Run all sides of one case, print what came out and return it."""
     steps = args.steps or case.steps
-    print(f"\n({name}) {case.title}, {steps} steps; load average {os.getloadavg()[0]:.2f}", flush=True)
+    print(
+        f"\n({name}) {case.title}, {steps} steps, {case.precision}; load average {os.getloadavg()[0]:.2f}", flush=True
+    )
     model = initial_model(case, args.smollm2, folder=folder, seed=args.seed, cores=args.cores)
     curves: dict[str, list[Curve]] = {}
     for number in range(args.rounds):

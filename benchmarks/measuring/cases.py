@@ -5,7 +5,7 @@ from __future__ import annotations
 import shutil
 import subprocess
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -35,8 +35,8 @@ class Case:
     """After the rise; linear ends at 0."""
     lr_warmup_steps: int
     max_new_tokens: int
-    bf16: bool
-    """Master weights in float32, computing in bfloat16."""
+    bf16: bool = False
+    """Both sides: master weights in float32, computing in bfloat16; see `with_precision`."""
     micro_batch_tokens: int
     accumulation: int
     """TRL's micro-batches a step, the fewest that 24 GB of memory allow."""
@@ -44,6 +44,15 @@ class Case:
     """The reward that "seconds to the same reward" asks for."""
     window: int
     """Steps that rewards are averaged over."""
+
+    @property
+    def precision(self) -> str:
+        return "bf16" if self.bf16 else "float32"
+
+    def with_precision(self, precision: str) -> Case:
+        """Return the case in the given precision, for ``auto`` in the one that is fast here; tiny is float32 always."""
+        fast = precision == "bf16" or (precision == "auto" and has_bf16())
+        return replace(self, bf16=fast and self.model != "tiny")
 
     def recipe(self, model: str, seed: int, steps: int) -> dict[str, Any]:
         """Return our side's recipe; `model` is a Hugging Face folder."""
@@ -87,7 +96,6 @@ CASES = {
         schedule="linear",
         lr_warmup_steps=10,
         max_new_tokens=5,
-        bf16=False,
         micro_batch_tokens=16384,
         accumulation=1,
         bar=0.9,
@@ -104,7 +112,6 @@ CASES = {
         schedule="constant",
         lr_warmup_steps=5,
         max_new_tokens=12,
-        bf16=True,
         micro_batch_tokens=16384,
         accumulation=1,
         bar=0.6,
@@ -121,13 +128,21 @@ CASES = {
         schedule="constant",
         lr_warmup_steps=5,
         max_new_tokens=120,
-        bf16=True,
         micro_batch_tokens=2048,
         accumulation=4,
         bar=0.6,
         window=5,
     ),
 }
+
+
+def has_bf16() -> bool:
+    """Whether the processor has bfloat16 matrix products; without them bfloat16 is slower than float32."""
+    try:
+        flags = Path("/proc/cpuinfo").read_text(encoding="utf-8")
+    except OSError:
+        return False
+    return any(flag in flags for flag in ("avx512_bf16", "amx_bf16", " bf16"))
 
 
 def initial_model(case: Case, smollm2: str | None, *, folder: Path, seed: int, cores: int) -> str:

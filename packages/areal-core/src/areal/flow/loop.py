@@ -280,8 +280,6 @@ class Loop:
             for name, reason in published.failed.items():
                 await stages.fleet.lost(name, reason)
                 self._tasks.start(self._replace_engine())
-            if not published.committed and not stages.fleet.members:
-                raise TransferFailed(f"no engine took version {version}: {next(iter(published.failed.values()))}")
             await stages.fleet.committed(list(published.committed))
         stages.journal.published(version)
         stages.pacing.publish(version)
