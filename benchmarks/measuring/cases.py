@@ -13,7 +13,8 @@ from measuring.areal_side import run_areal
 from measuring.processes import areal_command
 
 ADDITION = {"name": "addition", "type": "measuring.tasks:Addition"}
-COUNTING = {"name": "counting", "type": "measuring.tasks:Counting"}
+SHOWN_ADDITION = {"name": "shown_addition", "type": "measuring.tasks:ShownAddition", "weight": 7}
+COUNTING = {"name": "counting", "type": "measuring.tasks:Counting", "weight": 1}
 PATIENCE_S = 900.0
 """Three steps' samples are under way at a time, and a machine need not be quiet."""
 
@@ -120,10 +121,10 @@ CASES = {
     "c": Case(
         title="SmolLM2-135M, 7 prompts add and 1 counts, x 8 samples, at most 120 new tokens",
         model="smollm2",
-        environments=[{**ADDITION, "weight": 7}, {**COUNTING, "weight": 1}],
+        environments=[SHOWN_ADDITION, COUNTING],
         batch_size=8,
         group_size=8,
-        steps=20,
+        steps=15,
         learning_rate=2e-5,
         schedule="constant",
         lr_warmup_steps=5,

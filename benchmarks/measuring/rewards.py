@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import re
 
-COUNT_TO = 30
-"""As far as 120 tokens of SmolLM2 reach when it counts."""
+COUNT_TO = 40
+"""SmolLM2 needs about 150 tokens to count so far."""
 
 
 def addition(text: str, answer: str, finished: bool) -> float:
     """Return 0.8 for the right last number, and 0.2 for an ended answer that is nothing but a number."""
-    numbers = re.findall(r"-?\d+", text)
-    right = bool(numbers) and numbers[-1] == answer
     plain = finished and re.fullmatch(r"\s*-?\d+\.?\s*", text) is not None
-    return 0.8 * right + 0.2 * plain
+    return 0.8 * (_last_number(text) == answer) + 0.2 * plain
+
+
+def shown_addition(text: str, answer: str, finished: bool) -> float:
+    """Return 1 for the right last number of an ended answer."""
+    return float(finished and _last_number(text) == answer)
 
 
 def counting(text: str, answer: str, finished: bool) -> float:
@@ -32,5 +35,9 @@ def reversing(text: str, answer: str, finished: bool) -> float:
     return 0.5 * right / max(len(text), len(answer)) + 0.5 * float(finished and text == answer)
 
 
-REWARDS = {"addition": addition, "counting": counting, "reversing": reversing}
+def _last_number(text: str) -> str:
+    return next(iter(re.findall(r"-?\d+", text)[::-1]), "")
+
+
+REWARDS = {"addition": addition, "shown_addition": shown_addition, "counting": counting, "reversing": reversing}
 """By the name of the environment that a prompt belongs to."""
