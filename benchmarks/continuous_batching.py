@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import atexit
 import json
 import os
 import random
@@ -68,10 +69,15 @@ def areal_side(args: argparse.Namespace, work: Work) -> Callable[[], int]:
         for i, (prompt, length) in enumerate(zip(work.prompts, work.lengths, strict=True))
     ]
 
+    def close() -> None:
+        runner.run(engine.close())
+        runner.close()
+
     async def run() -> int:
         completions = await asyncio.gather(*(engine.generate(request) for request in requests))
         return sum(len(completion.token_ids) for completion in completions)
 
+    atexit.register(close)
     return lambda: runner.run(run())
 
 
@@ -148,7 +154,7 @@ def main() -> None:
     parser.add_argument("--model", required=True, help="Hugging Face folder, for example of SmolLM2-135M-Instruct")
     parser.add_argument("--slots", type=int, default=16, help="most requests at a time, on every side")
     parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument("--dtype", default="bfloat16")
+    parser.add_argument("--dtype", default="bfloat16", help="float32 where the CPU has no bfloat16 instructions")
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--sides", default="areal,padded,transformers_cb")
     parser.add_argument("--out", type=Path, help="JSON file for the figures")

@@ -76,13 +76,31 @@ def test_frequencies_follow_the_distribution(sampling: Sampling) -> None:
 
 @given(
     weights=st.lists(st.sampled_from([0.0, 1e-30, 1e-8, 0.1, 0.5, 1.0]), min_size=1, max_size=40).filter(any),
+    filler=st.booleans(),
     uniform=st.one_of(st.floats(0, LARGEST), st.sampled_from([0.0, 0.5, LARGEST])),
 )
 @settings(max_examples=200, deadline=None)
-def test_a_weight_of_zero_is_never_drawn(weights: list[float], uniform: float) -> None:
-    tensor = torch.tensor([weights], dtype=torch.float32)
+def test_a_weight_of_zero_is_never_drawn(weights: list[float], filler: bool, uniform: float) -> None:
+    # With filler the row is a multiple of the block size and searched by blocks.
+    row = [0.0] * 100 + weights + [0.0] * (156 - len(weights)) if filler else weights
+    tensor = torch.tensor([row], dtype=torch.float32)
     index = int(inverse_cdf(tensor, torch.tensor([uniform], dtype=torch.float64)))
     assert tensor[0, index] > 0
+
+
+@given(seed=st.integers(0, 2**32), blocks=st.integers(1, 6), data=st.data())
+@settings(max_examples=100, deadline=None)
+def test_searching_by_blocks_finds_what_searching_all_finds(seed: int, blocks: int, data: st.DataObject) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    # Whole numbers add up without rounding, so that both searches must agree, also at the borders.
+    weights = torch.randint(0, 3, (8, 64 * blocks), generator=generator).float()
+    weights[:, data.draw(st.integers(0, 64 * blocks - 1))] += 1
+    edge = weights.double().cumsum(-1) / weights.sum(-1, keepdim=True, dtype=torch.float64)
+    uniform = edge[torch.arange(8), torch.randint(0, 64 * blocks, (8,), generator=generator)].clamp(max=LARGEST)
+    cumulated = weights.cumsum(-1, dtype=torch.float64)
+    target = uniform.unsqueeze(1) * cumulated[:, -1:]
+    expected = torch.searchsorted(cumulated, target, right=True).squeeze(1)
+    assert inverse_cdf(weights, uniform).tolist() == expected.tolist()
 
 
 @given(st.integers(0, 2**32), st.integers(0, 20), st.floats(0.05, 1.0))

@@ -13,6 +13,9 @@ from areal.contracts.messages import Sampling
 _GAMMA = 0x9E3779B97F4A7C15
 _MULTIPLIER_1 = 0xBF58476D1CE4E5B9
 _MULTIPLIER_2 = 0x94D049BB133111EB
+_LARGEST_UNIFORM = 1 - 2.0**-53
+# Vocabularies of most models are multiples of it; others are searched as one block.
+_BLOCK = 64
 
 
 def _signed(value: int) -> int:
@@ -42,12 +45,23 @@ def inverse_cdf(weights: Tensor, uniform: Tensor) -> Tensor:
     """Return [n] int64 indices drawn from `weights` ([n, V] float32, not negative) by `uniform` ([n] float64).
 
     The index is the first whose cumulated weight exceeds uniform times the total, so a weight of zero is never
-    drawn: its cumulated weight equals its predecessor's. Since uniform is at most 1 - 2**-53, the product rounds to
-    less than the total and the last index is never overrun.
+    drawn: its cumulated weight equals its predecessor's. First the block that holds it is found, then the index
+    within: cumulating a whole large vocabulary would cost as much as the softmax. A row that is not finite gives
+    some index below V.
     """
-    cumulated = weights.cumsum(dim=-1, dtype=torch.float64)
-    target = (uniform * cumulated[:, -1]).unsqueeze(1)
-    return torch.searchsorted(cumulated, target, right=True).squeeze(1)
+    num_rows, size = weights.shape
+    width = _BLOCK if size % _BLOCK == 0 else size
+    blocks = weights.view(num_rows, -1, width)
+    sums = blocks.sum(dim=-1, dtype=torch.float64).cumsum(dim=-1)
+    # uniform is at most 1 - 2**-53, and the product with it rounds to less than the total.
+    target = (uniform * sums[:, -1]).unsqueeze(1)
+    block = torch.searchsorted(sums, target, right=True).clamp_(max=sums.shape[1] - 1)
+    before = torch.where(block > 0, sums.gather(1, (block - 1).clamp_(min=0)), 0.0)
+    inside = blocks[torch.arange(num_rows, device=weights.device), block.squeeze(1)].cumsum(dim=-1, dtype=torch.float64)
+    # Summed in another order the block may come out a rounding smaller than what is left of the target.
+    rest = torch.minimum(target - before, inside[:, -1:] * _LARGEST_UNIFORM)
+    place = torch.searchsorted(inside, rest, right=True).clamp_(max=width - 1)
+    return (block * width + place).squeeze(1)
 
 
 def keep_most_probable(probabilities: Tensor, top_k: Tensor, top_p: Tensor) -> tuple[Tensor, Tensor]:
@@ -123,8 +137,6 @@ class SamplingRows:
         if self.greedy is not None and not self.all_greedy:
             tokens = torch.where(self.greedy, logits.argmax(dim=-1), tokens)
         self.counts = self.counts + 1
-        # A non-finite row has no drawn index; its NaN logprob tells.
-        tokens = tokens.clamp_(max=logits.shape[1] - 1)
         return tokens, probabilities.gather(1, tokens.unsqueeze(1)).squeeze(1).log()
 
     def _draw(self, probabilities: Tensor) -> Tensor:
@@ -133,8 +145,7 @@ class SamplingRows:
         if rows is None or self.top_k is None or self.top_p is None:
             return inverse_cdf(probabilities, uniform)
         kept, order = keep_most_probable(probabilities[rows], self.top_k, self.top_p)
-        places = inverse_cdf(kept, uniform[rows]).clamp_(max=order.shape[1] - 1)
-        drawn = order.gather(1, places.unsqueeze(1)).squeeze(1)
+        drawn = order.gather(1, inverse_cdf(kept, uniform[rows]).unsqueeze(1)).squeeze(1)
         if len(rows) == len(probabilities):
             return drawn
         return inverse_cdf(probabilities, uniform).index_copy_(0, rows, drawn)
