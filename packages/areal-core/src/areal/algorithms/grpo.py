@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 from pydantic import Field, NonNegativeFloat, PositiveFloat
-from torch import Tensor
 
 from areal.algorithms.advantages import group_advantages
 from areal.algorithms.losses import clipped_surrogate
@@ -14,6 +13,9 @@ from areal.algorithms.ratios import behavior_weight, kl_estimate, ratio
 from areal.contracts.algorithm import TokenBatch
 from areal.contracts.messages import Group
 from areal.contracts.options import Options
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 class GrpoOptions(Options):

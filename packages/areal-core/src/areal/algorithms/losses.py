@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 def clipped_surrogate(
@@ -17,10 +19,10 @@ def clipped_surrogate(
     """
     plain = ratio * advantages
     bounded = ratio.clamp(1 - clip_low, 1 + clip_high) * advantages
-    objective = torch.minimum(plain, bounded)
+    objective = plain.minimum(bounded)
     clipped = bounded < plain
     if dual_clip is not None:
-        floor = torch.where(advantages < 0, dual_clip * advantages, torch.full_like(advantages, -torch.inf))
+        floor = (dual_clip * advantages).masked_fill(advantages >= 0, float("-inf"))
         clipped = clipped | (objective < floor)
-        objective = torch.maximum(objective, floor)
+        objective = objective.maximum(floor)
     return -objective, clipped

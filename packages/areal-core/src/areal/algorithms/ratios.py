@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
-import torch
-from torch import Tensor
+if TYPE_CHECKING:
+    from torch import Tensor
 
 LOG_RATIO_LIMIT = 20.0
 """exp(20) is 5e8: far beyond any clip range, and its square still fits in float32."""
@@ -17,7 +17,7 @@ def log_ratio(new: Tensor, old: Tensor) -> Tensor:
     Two probabilities of 0 compare as equal.
     """
     difference = new - old
-    difference = torch.where(difference.isnan(), torch.zeros_like(difference), difference)
+    difference = difference.masked_fill(difference.isnan(), 0.0)
     return difference.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
 
 
@@ -36,7 +36,7 @@ def behavior_weight(proximal: Tensor, behavior: Tensor, *, cap: float, mode: Lit
     weight = ratio(proximal.detach(), behavior)
     if mode == "clamp":
         return weight.clamp(max=cap)
-    return torch.where(weight > cap, torch.zeros_like(weight), weight)
+    return weight.masked_fill(weight > cap, 0.0)
 
 
 def kl_estimate(new: Tensor, old: Tensor) -> Tensor:
@@ -45,4 +45,4 @@ def kl_estimate(new: Tensor, old: Tensor) -> Tensor:
     ``exp(d) - 1 - d`` with ``d = new - old``: unbiased and of low variance (as used by GRPO, arXiv 2402.03300).
     """
     difference = log_ratio(new, old)
-    return torch.expm1(difference) - difference
+    return difference.expm1() - difference

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-
-from torch import Tensor
+from typing import TYPE_CHECKING
 
 from areal.contracts.algorithm import TokenBatch
 from areal.contracts.messages import Group
 from areal.contracts.options import Options
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 class SftOptions(Options):
