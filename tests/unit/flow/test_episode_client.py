@@ -173,5 +173,5 @@ def test_encoding_is_remembered_for_the_group() -> None:
             return [len(text)]
 
     codec = ChatCodec(Counting())
-    assert codec.encode([user("abc")]) == codec.encode([{"content": "abc", "role": "user"}]) == (3,)
+    assert codec.encode([user("abc")]) == codec.encode([user("abc")]) == (3,)
     assert calls == ["abc"]

@@ -100,7 +100,7 @@ async def test_a_version_reaches_every_engine() -> None:
     published = await site.publish(version=9)
     assert published.committed == ("engine-0", "engine-1") and published.failed == {}
     assert published.metrics["weights/bytes"] == 128.0
-    assert {"weights/stage_s", "weights/commit_s"} < published.metrics.keys()
+    assert {"weights/send_s", "weights/receive_s", "weights/commit_s"} < published.metrics.keys()
     (plan,) = CountingResharder.plans
     assert plan.targets == (Layout(host="host-0"), Layout(host="host-1")) and plan.source == Layout(host="trainer")
     for member, engine in enumerate(site.engines):
@@ -116,6 +116,7 @@ async def test_a_version_reaches_every_engine() -> None:
 async def test_generation_goes_on_while_weights_travel() -> None:
     site = Site(Side())
     staged = await site.publisher.stage(1, site.targets())
+    await asyncio.sleep(0)
     assert site.engines[0].heard == ["stage"], "not paused yet"
     await staged.roll_back()
     assert site.engines[0].heard == ["stage", "rollback"]
@@ -210,6 +211,7 @@ async def test_plans_last_until_something_changes() -> None:
 
     async def plan_after(*numbers: int) -> str:
         staged = await site.publisher.stage(1, site.targets(*numbers))
+        await staged.commit()
         return staged.transfer.plan.uid
 
     assert [await plan_after(0, 1), await plan_after(0, 1)] == ["plan-0", "plan-0"]
@@ -242,10 +244,25 @@ async def test_an_engine_that_dies_while_it_receives() -> None:
             raise AssertionError
 
     site = Site(Hanging(), Side())
-    staging = asyncio.create_task(site.publisher.stage(1, site.targets()))
+    staged = await asyncio.wait_for(site.publisher.stage(1, site.targets()), 5)
     await until(lambda: site.engines[0].heard)
     dying: InlineHandle = site.handles[0]
     await dying.kill()
-    staged = await asyncio.wait_for(staging, 5)
-    assert "was ended while it was asked for 'receive'" in staged.failed["engine-0"]
-    assert (await staged.commit()).committed == ("engine-1",)
+    published = await asyncio.wait_for(staged.commit(), 5)
+    assert "was ended while it was asked for 'receive'" in published.failed["engine-0"]
+    assert published.committed == ("engine-1",)
+
+
+async def test_the_trainer_does_not_wait_for_a_slow_engine() -> None:
+    class Slow(Side):
+        arrived = asyncio.Event()
+
+        async def receive(self, transfer: Transfer) -> Receipt:
+            await self.arrived.wait()
+            return await super().receive(transfer)
+
+    site = Site(Slow(), Side())
+    staged = await asyncio.wait_for(site.publisher.stage(1, site.targets()), 5)
+    assert site.engines[0].heard == []
+    Slow.arrived.set()
+    assert (await staged.commit()).committed == ("engine-0", "engine-1")

@@ -11,7 +11,7 @@ import re
 import secrets
 import uuid
 from collections import deque
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +20,7 @@ from pydantic import Field
 from ray.exceptions import RayError
 
 from areal import env
-from areal.cluster.host import CANCEL, Call, Host, Kind, Result
+from areal.cluster.host import CANCEL, Call, Host, Kind, Result, collect_rarely
 from areal.contracts.cluster import WorkerDeath, WorkerSpec
 from areal.contracts.options import Options
 from areal.errors import WorkerDied, WorkerFailed
@@ -51,7 +51,7 @@ class RayHandle:
         self._log_file = log_file
         self._caller = uuid.uuid4().hex  # an id that comes again would be given the earlier handle's results
         self._ids = itertools.count()
-        self._open: dict[int, asyncio.Queue[Result]] = {}
+        self._open: dict[int, Callable[[Result], None]] = {}
         self._outgoing: list[Call] = []
         self._collector: asyncio.Task[None] | None = None
         self._death: WorkerDied | None = None
@@ -60,10 +60,11 @@ class RayHandle:
         return RayHandle, (self.name, self._actor, self._log_file)
 
     async def call(self, method: str, *args: Any, deadline_s: float | None = None) -> Any:
-        call_id, results = self._send(method, args)
+        answer: asyncio.Future[Result] = asyncio.get_running_loop().create_future()
+        call_id = self._send(method, args, lambda result: None if answer.done() else answer.set_result(result))
         try:
             async with asyncio.timeout(deadline_s):
-                _, kind, value = await results.get()
+                _, kind, value = await answer
         except TimeoutError:
             self._cancel(call_id)
             raise WorkerFailed(f"{self.name} did not answer {method!r} within {deadline_s:g} s") from None
@@ -75,7 +76,8 @@ class RayHandle:
         return self._opened(method, kind, value)
 
     async def stream(self, method: str, *args: Any) -> AsyncIterator[Any]:
-        call_id, results = self._send(method, args)
+        results: asyncio.Queue[Result] = asyncio.Queue()
+        call_id = self._send(method, args, results.put_nowait)
         ended = False
         try:
             while True:
@@ -104,7 +106,7 @@ class RayHandle:
             raise value
         return value
 
-    def _send(self, method: str, args: tuple[Any, ...]) -> tuple[int, asyncio.Queue[Result]]:
+    def _send(self, method: str, args: tuple[Any, ...], deliver: Callable[[Result], None]) -> int:
         if self._death is not None:
             raise self._death
         try:
@@ -112,12 +114,11 @@ class RayHandle:
         except Exception as error:
             raise WorkerFailed(f"{self.name} cannot be sent the arguments of {method!r}: {error}") from error
         call_id = next(self._ids)
-        results: asyncio.Queue[Result] = asyncio.Queue()
-        self._open[call_id] = results
+        self._open[call_id] = deliver
         self._post((call_id, method, arguments))
         if self._collector is None or self._collector.done():
             self._collector = asyncio.create_task(self._collect())
-        return call_id, results
+        return call_id
 
     def _post(self, call: Call) -> None:
         if not self._outgoing:
@@ -136,8 +137,8 @@ class RayHandle:
         try:
             while self._open:
                 for result in await self._actor.collect.remote(self._caller):
-                    if waiting := self._open.get(result[0]):
-                        waiting.put_nowait(result)
+                    if deliver := self._open.get(result[0]):
+                        deliver(result)
                 # Let the callers take what came before asking whether anybody still waits.
                 await asyncio.sleep(0)
         except RayError as error:
@@ -145,8 +146,8 @@ class RayHandle:
             self._fail_open(self._death)
 
     def _fail_open(self, death: WorkerDied) -> None:
-        for call_id, waiting in self._open.items():
-            waiting.put_nowait((call_id, "error", pickle.dumps(death)))
+        for call_id, deliver in self._open.items():
+            deliver((call_id, "error", pickle.dumps(death)))
 
 
 class RayCluster:
@@ -162,6 +163,7 @@ class RayCluster:
 
     async def start(self) -> None:
         """Connect to Ray, or start it on this machine; WorkerFailed in one sentence."""
+        collect_rarely()
         logging.getLogger("ray").setLevel(logging.ERROR)
         env.setdefault({"RAY_USAGE_STATS_ENABLED": "0", "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0"})
         try:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
-from typing import Annotated, Any, ClassVar, Literal
+from dataclasses import dataclass, field, fields, replace
+from operator import attrgetter
+from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
 from pydantic import ConfigDict, Field, NonNegativeFloat, NonNegativeInt, PositiveInt
 
@@ -16,7 +17,29 @@ Status = Literal["ok", "error", "timeout"]
 Version = int
 """A policy version: 0 is the model before the first training step, each publish adds one."""
 
+_Message = TypeVar("_Message")
 
+
+def _pickled_fast(message: type[_Message]) -> type[_Message]:
+    """Give a frozen dataclass with slots a quick way into and out of pickles.
+
+    The one that dataclasses writes looks the fields up for every object; a small model's rollout moves thousands of
+    messages a second, and that lookup costs more than the rest of their way.
+    """
+    names = [part.name for part in fields(message)]  # pyright: ignore[reportArgumentType]
+    put = [getattr(message, name).__set__ for name in names]  # a frozen object cannot be set otherwise
+    take = attrgetter(*names)
+
+    def setstate(self: Any, state: tuple[Any, ...]) -> None:
+        for place, value in zip(put, state, strict=True):
+            place(self, value)
+
+    message.__getstate__ = lambda self: take(self)  # pyright: ignore
+    message.__setstate__ = setstate  # pyright: ignore
+    return message
+
+
+@_pickled_fast
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prompt:
     """Invariant: `environment` and `index` name the same task in every run with the same data."""
@@ -33,6 +56,7 @@ class Prompt:
     """Whatever the environment's scorer needs; JSON values only."""
 
 
+@_pickled_fast
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sampling:
     """Invariant: logprobs under this sampling are of the whole vocabulary at `temperature`, before top-k and top-p."""
@@ -51,6 +75,7 @@ class Sampling:
     """Generation ends after one of these, which is kept as the last token."""
 
 
+@_pickled_fast
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GenerateRequest:
     """Invariant: the tokens depend on the weights, `prompt_ids`, `sampling` and `seed`, not on the neighbours."""
@@ -63,6 +88,7 @@ class GenerateRequest:
     """Seeds this request's own random stream."""
 
 
+@_pickled_fast
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Completion:
     """Invariant: `token_ids`, `logprobs` and `versions` have the same length T, whatever the finish reason."""
@@ -80,6 +106,7 @@ class Completion:
     """``stop``: a stop token; ``length``: the limit; ``interrupted``: aborted, the tokens so far are valid."""
 
 
+@_pickled_fast
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outcome:
     """Invariant: only `status` ok carries a reward, and that reward is finite; failures are never a silent 0."""
@@ -111,6 +138,7 @@ class Outcome:
         return cls(status="timeout", detail=detail)
 
 
+@_pickled_fast
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Trajectory:
     """Invariant: `turns` holds exactly the tokens the engine produced; nothing is ever re-tokenised."""
@@ -137,6 +165,7 @@ class Trajectory:
         return min((version for turn in self.turns for version in turn.versions), default=None)
 
 
+@_pickled_fast
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Group:
     """Invariant: all trajectories answer the same prompt, and sample numbers are unique."""

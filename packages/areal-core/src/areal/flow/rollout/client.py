@@ -40,7 +40,7 @@ class ChatCodec:
 
     def encode(self, messages: Messages) -> tuple[int, ...]:
         """Return the prompt's ids; special tokens come from the template, or from the tokenizer without one."""
-        return self._encode(tuple(tuple(sorted(message.items())) for message in messages))
+        return self._encode(tuple([tuple(message.items()) for message in messages]))
 
     def _encode_key(self, key: _Key) -> tuple[int, ...]:
         text = self.render([dict(message) for message in key])

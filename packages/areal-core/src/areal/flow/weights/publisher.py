@@ -1,8 +1,8 @@
 """prepare -> transfer -> verify -> commit: how a version reaches the engines.
 
-sender      send(stage) ─────┐
-engines     receive(stage) ──┤ side by side, generation goes on
-publisher                    └─► compare checksums
+sender      send(stage) ───────► free for the next training step
+engines     receive(stage) ────┐ beside it, generation goes on
+publisher                      └─► compare checksums
 engines     pause ─ receive(commit) ─ resume        each on its own, resume whatever happened
 """
 
@@ -19,7 +19,7 @@ from areal.contracts.component import Component
 from areal.contracts.messages import Version
 from areal.contracts.resharder import Resharder
 from areal.contracts.transfer import Layout, Phase, Plan, Receipt, Transfer
-from areal.errors import TransferFailed, WorkerFailed
+from areal.errors import ArealError, TransferFailed, WorkerFailed
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,11 +55,12 @@ class Publisher:
         self._resharder: Resharder = resharder.load()(options, run_dir)
         self._plan: Plan | None = None
         self._members: tuple[str, ...] = ()
+        self._staged: Staged | None = None
 
     async def stage(self, version: Version, targets: Sequence[Target]) -> Staged:
-        """Send `version` beside the running weights and verify it. TransferFailed when the sender failed.
+        """Send `version` beside the running weights. TransferFailed when the sender failed.
 
-        The trainer is free for its next step once this returns.
+        The trainer is free for its next step once this returns; the engines may still be reading.
         """
         began = time.perf_counter()
         transfer = Transfer(
@@ -71,78 +72,90 @@ class Publisher:
             deadline_s=self._deadline_s,
         )
         # Each side names its own trouble better than a call that ran out; so give it the time to.
-        sending = self._trainer.call("send", transfer, deadline_s=self._deadline_s + 5.0)
+        patience_s = self._deadline_s + 5.0
         receiving = [
-            target.handle.call("receive", replace(transfer, member=member), deadline_s=self._deadline_s + 5.0)
+            asyncio.ensure_future(
+                target.handle.call("receive", replace(transfer, member=member), deadline_s=patience_s)
+            )
             for member, target in enumerate(targets)
         ]
-        sent, *received = await asyncio.gather(sending, *receiving, return_exceptions=True)
-        failed = {
-            target.name: reason
-            for target, receipt in zip(targets, received, strict=True)
-            if (reason := _verify(sent, receipt))
-        }
-        staged = Staged(
-            transfer=transfer,
-            targets=tuple(targets),
-            failed=failed,
-            seconds=time.perf_counter() - began,
-            num_bytes=sent.num_bytes if isinstance(sent, Receipt) else 0,
-        )
-        if failed or isinstance(sent, BaseException):
+        sending = asyncio.ensure_future(self._trainer.call("send", transfer, deadline_s=patience_s))
+        self._staged = staged = Staged(transfer, targets, receiving)
+        try:
+            staged.sent = await sending
+        except (ArealError, asyncio.CancelledError) as error:
             self._plan = None  # the road had a fault: the next publish builds a new one
-        if isinstance(sent, BaseException):
             await staged.roll_back()
+            if isinstance(error, asyncio.CancelledError):
+                raise
             raise TransferFailed(
-                f"version {version} was not published, the trainer could not send it: {_said(sent)}"
-            ) from sent
+                f"version {version} was not published, the trainer could not send it: {_said(error)}"
+            ) from error
+        staged.send_s = time.perf_counter() - began
         return staged
 
     def _plan_for(self, targets: Sequence[Target]) -> Plan:
         members = tuple(target.name for target in targets)
-        if self._plan is None or members != self._members:
+        last_failed = self._staged is not None and self._staged.failed
+        if self._plan is None or last_failed or members != self._members:
             self._plan = self._resharder.plan(self._source, [target.layout for target in targets])
             self._members = members
         return self._plan
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Staged:
-    """A version that lies beside the running weights. Invariant: ends in `commit` or `roll_back`, once."""
+    """A version on its way beside the running weights. Invariant: ends in `commit` or `roll_back`, once."""
 
-    transfer: Transfer
-    """What the trainer sent; the other phases repeat it for each member."""
-    targets: tuple[Target, ...]
-    failed: Mapping[str, str]
-    """Engines that did not verify it, with the reason."""
-    seconds: float
-    num_bytes: int
+    def __init__(
+        self, transfer: Transfer, targets: Sequence[Target], receiving: Sequence[asyncio.Future[Receipt]]
+    ) -> None:
+        self.transfer = transfer
+        """What the trainer sent; the other phases repeat it for each member."""
+        self.sent = Receipt(version=transfer.version, checksums={})
+        self.send_s = 0.0
+        self.failed: Mapping[str, str] = {}
+        """Engines that did not verify or commit it, with the reason; known once `commit` returns."""
+        self._targets = tuple(targets)
+        self._receiving = receiving
 
     async def commit(self) -> Published:
-        """Make the version the running one on every engine that verified it."""
+        """Wait for the engines' receipts and make the version the running one wherever it arrived whole."""
         began = time.perf_counter()
-        chosen = [(member, target) for member, target in enumerate(self.targets) if target.name not in self.failed]
-        results = await asyncio.gather(*(self._commit_one(member, target) for member, target in chosen))
-        failed = {**self.failed, **{target.name: r for (_, target), r in zip(chosen, results, strict=True) if r}}
+        receipts = await asyncio.gather(*self._receiving, return_exceptions=True)
+        received_s = time.perf_counter() - began
+        results = await asyncio.gather(
+            *(
+                self._commit_one(member, target, receipt)
+                for member, (target, receipt) in enumerate(zip(self._targets, receipts, strict=True))
+            )
+        )
+        self.failed = {target.name: reason for target, reason in zip(self._targets, results, strict=True) if reason}
         return Published(
-            committed=tuple(target.name for target in self.targets if target.name not in failed),
-            failed=failed,
+            committed=tuple(target.name for target in self._targets if target.name not in self.failed),
+            failed=self.failed,
             metrics={
-                "weights/stage_s": self.seconds,
-                "weights/commit_s": time.perf_counter() - began,
-                "weights/bytes": float(self.num_bytes),
+                "weights/send_s": self.send_s,
+                "weights/receive_s": received_s,
+                "weights/commit_s": time.perf_counter() - began - received_s,
+                "weights/bytes": float(self.sent.num_bytes),
             },
         )
 
     async def roll_back(self) -> None:
-        """Make every engine forget what is staged; engines that cannot even do that are left to `lost`."""
+        """Make every engine forget what it was sent; engines that cannot even do that are left to `lost`."""
+        for receiving in self._receiving:
+            receiving.cancel()
+        await asyncio.gather(*self._receiving, return_exceptions=True)
         phases = [
             target.handle.call("receive", self._phase("rollback", member), deadline_s=30.0)
-            for member, target in enumerate(self.targets)
+            for member, target in enumerate(self._targets)
         ]
         await asyncio.gather(*phases, return_exceptions=True)
 
-    async def _commit_one(self, member: int, target: Target) -> str | None:
+    async def _commit_one(self, member: int, target: Target, receipt: Receipt | BaseException) -> str:
+        """Return why the engine does not run the version now, or an empty string."""
+        if wrong := _verify(self.sent, receipt):
+            return wrong
         deadline_s = self.transfer.deadline_s
         try:
             try:
@@ -152,18 +165,16 @@ class Staged:
                 await target.handle.call("resume", deadline_s=deadline_s)
         except (TransferFailed, WorkerFailed) as error:
             return _said(error)
-        return None
+        return ""
 
     def _phase(self, phase: Phase, member: int) -> Transfer:
         return replace(self.transfer, phase=phase, member=member)
 
 
-def _verify(sent: Receipt | BaseException, received: Receipt | BaseException) -> str:
+def _verify(sent: Receipt, received: Receipt | BaseException) -> str:
     """Return what is wrong with a receiver's receipt, or an empty string."""
     if isinstance(received, BaseException):
         return _said(received)
-    if isinstance(sent, BaseException):
-        return ""
     if received.checksums == sent.checksums:
         return ""
     wrong = sorted(
