@@ -88,9 +88,11 @@ def processes() -> Iterator[Processes]:
 
 
 def test_a_run_from_start_to_end(tmp_path: Path) -> None:
+    before = set(Path("/dev/shm").glob("areal-*"))
     process = start(tmp_path, "run", *SMALL, "training.max_steps=6", "trackers=[jsonl, tensorboard]")
     output = finish(process)
     assert process.returncode == 0, output
+    assert set(Path("/dev/shm").glob("areal-*")) <= before, "shared memory outlives its process"
     run = run_folder(tmp_path)
     assert steps_of(run) == [1, 2, 3, 4, 5, 6]
     for there in (
@@ -114,6 +116,9 @@ def test_first_ctrl_c_finishes_the_step_and_resume_goes_on(
     process = start(tmp_path, "run", *SMALL, "training.max_steps=4000")
     processes.append(process)
     wait_for_step(tmp_path, 3, process)
+    second = start(tmp_path, "resume")
+    refused = finish(second)
+    assert second.returncode == 2 and f"is still going on in process {process.pid}" in refused, refused
     # What a terminal does: every process of the group gets it.
     os.killpg(process.pid, signal.SIGINT)
     output = finish(process)

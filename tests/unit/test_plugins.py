@@ -181,7 +181,7 @@ def test_another_api_is_refused_as_a_whole(install: Install) -> None:
         f"'old' is made for hook API {API + 1}, and this AReaL has API {API}; "
         "install a version of areal-ancient made for it"
     )
-    assert plugins.hook.areal_detect_accelerator() == "cpu"
+    assert plugins.ask("areal_detect_accelerator") == "cpu"
     with pytest.raises(UnknownComponent, match=f"no engine named 'old'; the plugin areal-ancient 1.0.*API {API + 1}"):
         plugins.resolve("engine", "old")
 
@@ -366,9 +366,17 @@ def test_an_announcement_reaches_everybody_whatever_one_does(
     ],
 )
 def test_the_builtin_answer_about_roads(source: Layout, target: Layout, chosen: str) -> None:
-    assert BUILTIN.hook.areal_choose_resharder(source=source, target=target) == chosen
+    assert BUILTIN.ask("areal_choose_resharder", source=source, target=target) == chosen
 
 
 def test_a_plugins_answer_comes_before_the_builtin_one(install: Install) -> None:
     install("areal-tpu", "from areal import hookimpl\n@hookimpl\ndef areal_detect_accelerator():\n    return 'tpu'")
-    assert discover().hook.areal_detect_accelerator() == "tpu"
+    assert discover().ask("areal_detect_accelerator") == "tpu"
+
+
+def test_a_plugin_that_fails_has_not_answered(install: Install, caplog: pytest.LogCaptureFixture) -> None:
+    install(
+        "areal-bad", "from areal import hookimpl\n@hookimpl\ndef areal_detect_accelerator():\n    raise OSError('dead')"
+    )
+    assert discover().ask("areal_detect_accelerator") == "cpu"
+    assert "failed in areal_detect_accelerator and was passed over: OSError: dead" in caplog.text

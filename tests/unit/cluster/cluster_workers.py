@@ -86,6 +86,9 @@ class Worker:
         os.write(1, f"{text} from C\n".encode())
         sys.stdout.flush()
 
+    def close(self) -> None:
+        self.say("closed")
+
     def lock(self) -> Any:
         return threading.Lock()
 

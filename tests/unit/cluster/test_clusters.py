@@ -319,6 +319,7 @@ class TestRay(Shared):
             await asyncio.wait_for(open_call, 10)
         _, alive = psutil.wait_procs([*processes, *carriers], timeout=30)
         assert not alive
+        assert "closed from C\n" in site.log("first") and "closed from C\n" in site.log("late")
 
 
 async def test_a_death_without_rays_advice() -> None:

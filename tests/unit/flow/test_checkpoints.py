@@ -50,7 +50,7 @@ def trainer() -> Trainer:
 
 @pytest.fixture
 def checkpoints(trainer: Trainer, journal: Journal, tmp_path: Path) -> Checkpoints:
-    return Checkpoints(handle_of("trainer-0", trainer), journal, tmp_path / "checkpoints", keep=2)
+    return Checkpoints(handle_of("trainer-0", trainer), journal, tmp_path / "checkpoints", keep=2, deadline_s=60.0)
 
 
 def whole(tmp_path: Path, journal: Journal) -> list[int]:
@@ -144,7 +144,7 @@ async def test_a_crash_leaves_the_previous_one_the_newest(
     assert whole(tmp_path, journal) == [1]
 
     # The next controller of the run saves the same step again, over whatever was left.
-    again = Checkpoints(handle_of("trainer-0", trainer), journal, tmp_path / "checkpoints", keep=2)
+    again = Checkpoints(handle_of("trainer-0", trainer), journal, tmp_path / "checkpoints", keep=2, deadline_s=60.0)
     await again.save(2)
     assert whole(tmp_path, journal) == [1, 2]
     assert (tmp_path / "checkpoints/step-00000002/model/weights").read_text() == "weights 3"
@@ -178,7 +178,9 @@ async def test_a_trainer_that_fails_to_save(checkpoints: Checkpoints, trainer: T
 
 async def test_a_folder_that_cannot_be_written(trainer: Trainer, journal: Journal, tmp_path: Path) -> None:
     (tmp_path / "checkpoints").write_text("a file stands here")
-    checkpoints = Checkpoints(handle_of("trainer-0", trainer), journal, tmp_path / "checkpoints", keep=1)
+    checkpoints = Checkpoints(
+        handle_of("trainer-0", trainer), journal, tmp_path / "checkpoints", keep=1, deadline_s=60.0
+    )
     with pytest.raises(JournalError, match=r"checkpoint .*step-00000001 cannot be written: Not a directory"):
         await checkpoints.save(1)
     assert journal.checkpoints() == []

@@ -35,12 +35,14 @@ async def test_the_rate_rises_and_stays() -> None:
         return [((len(asked),), (2,))]
 
     spec = WarmupSpec(steps=6, batch_size=32, learning_rate=0.4)
-    await warm_up(handle_of("trainer-0", trainer), demonstrate, spec, SFT, lambda step, loss: told.append((step, loss)))
+    await warm_up(
+        handle_of("trainer-0", trainer), demonstrate, spec, SFT, lambda step, loss: told.append((step, loss)), 60.0
+    )
     assert [rate for _, _, rate in trainer.calls] == pytest.approx([0.1, 0.2, 0.3, 0.4, 0.4, 0.4])
     assert [demonstrations for demonstrations, _, _ in trainer.calls] == [[((number,), (2,))] for number in range(1, 7)]
     assert asked == [32] * 6 and all(algorithm == SFT for _, algorithm, _ in trainer.calls)
     assert told == [(step, 1.0 / step) for step in range(1, 7)]
-    await warm_up(handle_of("t", trainer), demonstrate, replace(spec, steps=1), SFT, lambda *_: None)
+    await warm_up(handle_of("t", trainer), demonstrate, replace(spec, steps=1), SFT, lambda *_: None, 60.0)
     assert trainer.calls[-1][2] == pytest.approx(0.4)
 
 
@@ -48,7 +50,7 @@ async def test_no_steps_do_nothing() -> None:
     async def demonstrate(num: int) -> list[Demonstration]:
         raise AssertionError
 
-    await warm_up(handle_of("t", Trainer()), demonstrate, WarmupSpec(), SFT, lambda *_: None)
+    await warm_up(handle_of("t", Trainer()), demonstrate, WarmupSpec(), SFT, lambda *_: None, 60.0)
 
 
 async def test_prompts_without_answers() -> None:
@@ -56,7 +58,7 @@ async def test_prompts_without_answers() -> None:
         return []
 
     with pytest.raises(ConfigError, match=r"the environments have none; set training\.warmup\.steps to 0"):
-        await warm_up(handle_of("t", Trainer()), demonstrate, WarmupSpec(steps=1), SFT, lambda *_: None)
+        await warm_up(handle_of("t", Trainer()), demonstrate, WarmupSpec(steps=1), SFT, lambda *_: None, 60.0)
 
 
 def failed(sample: int, outcome: Outcome) -> Trajectory:

@@ -33,6 +33,17 @@ def test_a_new_folder(here: Path) -> None:
     assert folder.checkpoints == folder.path / "checkpoints" and folder.model == folder.path / "model"
 
 
+def test_only_one_controller_at_a_time() -> None:
+    first = RunFolder.create("runs", "math", "")
+    second = RunFolder.find(str(first.path), "runs")
+    first.lock()
+    with pytest.raises(JournalError, match=f"is still going on in process {os.getpid()}; wait for its end or stop it"):
+        second.lock()
+    first.unlock()
+    second.lock()
+    second.unlock()
+
+
 @pytest.mark.usefixtures("noon")
 def test_runs_of_the_same_second_have_folders_of_their_own() -> None:
     names = [RunFolder.create("runs", "math", "").path.name for _ in range(3)]

@@ -77,11 +77,6 @@ class Plugins:
         self._rows = tuple(rows)
         self._manager = manager
 
-    @property
-    def hook(self) -> pluggy.HookRelay:
-        """The hooks of all loaded plugins, for questions: ``plugins.hook.areal_detect_accelerator()``."""
-        return self._manager.hook
-
     def rows(self) -> tuple[PluginRow, ...]:
         """Return every plugin found, the builtin one first."""
         return self._rows
@@ -122,13 +117,22 @@ class Plugins:
             return str(error)
         return ""
 
+    def ask(self, name: str, /, **arguments: Any) -> Any:
+        """Return the first answer to a question hook, or None; a plugin that raises has not answered."""
+        return next((answer for answer in self._answers(name, arguments) if answer is not None), None)
+
     def announce(self, name: str, /, **arguments: Any) -> None:
         """Call an announcement hook; a plugin that raises is logged by name and the others are still called."""
-        implementations: list[pluggy.HookImpl] = getattr(self.hook, name).get_hookimpls()
+        for _ in self._answers(name, arguments):
+            pass
+
+    def _answers(self, name: str, arguments: Mapping[str, Any]) -> Iterator[Any]:
+        """Call one plugin after the other, the last registered first."""
+        implementations: list[pluggy.HookImpl] = getattr(self._manager.hook, name).get_hookimpls()
         for implementation in reversed(implementations):
             others = [other.plugin for other in implementations if other.plugin is not implementation.plugin]
             try:
-                self._manager.subset_hook_caller(name, others)(**arguments)
+                yield self._manager.subset_hook_caller(name, others)(**arguments)
             except (Exception, SystemExit) as error:
                 plugin = implementation.plugin_name
                 _log.warning("plugin %r failed in %s and was passed over: %s", plugin, name, _describe(error))

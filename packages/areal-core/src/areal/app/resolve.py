@@ -93,7 +93,7 @@ def _cluster_name(config: RunConfig) -> str:
 
 def _accelerator(name: str, plugins: Plugins) -> Accelerator:
     if name == AUTO:
-        name = plugins.hook.areal_detect_accelerator() or "cpu"
+        name = plugins.ask("areal_detect_accelerator") or "cpu"
     chosen = choose(plugins, "accelerator", name, {})
     accelerator: Accelerator = chosen.component.load()(chosen.options)
     if not accelerator.is_available():

@@ -22,7 +22,7 @@ from areal.contracts.tracker import Tracker
 from areal.contracts.transfer import Layout
 from areal.flow.buffer.buffer import ReplayBuffer
 from areal.flow.buffer.journal import Journal, Recovery
-from areal.flow.engine.fleet import Fleet
+from areal.flow.engine.fleet import START_DEADLINE_S, Fleet
 from areal.flow.loop import Loop, LoopSettings, Stages
 from areal.flow.prompts.mixture import Mixture, Source
 from areal.flow.prompts.pacing import Pacing
@@ -96,6 +96,8 @@ class Controller:
     async def run(self) -> Summary:
         self._on_signals()
         async with AsyncExitStack() as stack:
+            self._folder.lock()
+            stack.callback(self._folder.unlock)
             journal = Journal(self._folder.journal, create=not self._resuming)
             stack.callback(journal.close)
             recovery = journal.recover() if self._resuming else None
@@ -127,12 +129,13 @@ class Controller:
         crew = Crew(workers.rollout, self._config.rollout.episode_timeout_s, MAX_RESTARTS)
         fleet = Fleet(workers.engine, crew.use_engines, MAX_RESTARTS)
         trainer, source = await self._start_workers(workers, fleet, crew)
-        checkpoints = Checkpoints(trainer, journal, self._folder.checkpoints, self._config.checkpoint.keep)
+        deadline_s = self._config.training.step_timeout_s
+        checkpoints = Checkpoints(trainer, journal, self._folder.checkpoints, self._config.checkpoint.keep, deadline_s)
         if recovery is None:
             await self._warm_up(trainer, crew)
             await checkpoints.save(0)
         else:
-            await trainer.call("load", str(self._folder.path / recovery.checkpoint))
+            await trainer.call("load", str(self._folder.path / recovery.checkpoint), deadline_s=deadline_s)
         step = recovery.step if recovery else 0
         view = ProgressView(self._console, step, self._config.training.max_steps)
         stack.callback(view.close)
@@ -153,9 +156,11 @@ class Controller:
         async def start_trainer() -> tuple[Handle, Layout]:
             trainer = await workers.trainer()
             if not self._resolved.model_path and not self._folder.model.exists():
-                await trainer.call("prepare", TINY_MODEL, str(self._folder.model), self._config.seed)
+                await trainer.call(
+                    "prepare", TINY_MODEL, str(self._folder.model), self._config.seed, deadline_s=START_DEADLINE_S
+                )
             workers.model_is_there.set()
-            return trainer, await trainer.call("start")
+            return trainer, await trainer.call("start", deadline_s=START_DEADLINE_S)
 
         replicas = [fleet.add() for _ in range(self._config.engine.replicas)]
         players = [crew.add() for _ in range(self._config.rollout.workers)]
@@ -172,7 +177,14 @@ class Controller:
             return await crew.any().call("demonstrations", [mixture.next() for _ in range(num)])
 
         losses: list[float] = []
-        await warm_up(trainer, demonstrate, spec, self._resolved.sft, lambda _, loss: losses.append(loss))
+        await warm_up(
+            trainer,
+            demonstrate,
+            spec,
+            self._resolved.sft,
+            lambda _, loss: losses.append(loss),
+            self._config.training.step_timeout_s,
+        )
         self._console.print(
             f"supervised warm-up: {spec.steps} steps, loss {losses[0]:.2f} -> {losses[-1]:.2f}", highlight=False
         )
@@ -225,7 +237,7 @@ class Controller:
 
     def _choose_resharder(self, source: Layout, fleet: Fleet) -> Chosen:
         target = next(iter(fleet.members.values())).layout
-        name = self._plugins.hook.areal_choose_resharder(source=source, target=target) or "disk"
+        name = self._plugins.ask("areal_choose_resharder", source=source, target=target) or "disk"
         return choose(self._plugins, "resharder", name, {})
 
     def _settings(self) -> LoopSettings:
@@ -236,6 +248,7 @@ class Controller:
             max_steps=config.training.max_steps,
             max_staleness=config.staleness.max,
             on_excess=config.staleness.on_excess,
+            step_timeout_s=config.training.step_timeout_s,
             quiet_time_s=config.rollout.quiet_time_s,
             evaluate_every=config.evaluation.every_steps,
             evaluation_prompts=config.evaluation.num_prompts,

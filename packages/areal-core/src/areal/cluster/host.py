@@ -93,6 +93,17 @@ class Host:
         """Wait for results of this caller's calls and return all that are there."""
         return await self._outboxes[caller].take()
 
+    async def close(self) -> None:
+        """Close the component if it can be closed, after whatever it is doing; what goes wrong is in the log."""
+        close = getattr(self._worker, "close", None)
+        try:
+            if inspect.iscoroutinefunction(close):
+                await close()
+            elif close is not None:
+                await asyncio.get_running_loop().run_in_executor(self._thread, close)
+        except Exception:
+            traceback.print_exc()
+
     async def lifeline(self) -> None:
         """Never return: whoever waits for it learns at once that this process died."""
         await asyncio.Event().wait()

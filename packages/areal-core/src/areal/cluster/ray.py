@@ -12,6 +12,7 @@ import secrets
 import uuid
 from collections import deque
 from collections.abc import AsyncIterator, Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,8 @@ from areal.errors import WorkerDied, WorkerFailed
 LOG_TAIL_LINES = 30
 SPAWN_DEADLINE_S = 300.0
 """A worker imports torch and its engine while others do the same on a small machine."""
+CLOSE_DEADLINE_S = 5.0
+"""A worker that is busy for longer is ended without being asked."""
 
 
 class RayOptions(Options):
@@ -91,6 +94,11 @@ class RayHandle:
             self._open.pop(call_id, None)
             if not ended:
                 self._cancel(call_id)
+
+    async def close(self) -> None:
+        """Ask the worker to give back what outlives its process, such as shared memory."""
+        with suppress(RayError, TimeoutError):
+            await asyncio.wait_for(self._actor.close.remote(), CLOSE_DEADLINE_S)
 
     async def kill(self) -> None:
         self._death = WorkerDied(f"{self.name} was ended by the controller")
@@ -250,7 +258,9 @@ class RayCluster:
         for task in self._lifelines.values():
             task.cancel()
         await asyncio.gather(*self._lifelines.values(), return_exceptions=True)
-        for handle in list(self._handles.values()):
+        handles = list(self._handles.values())
+        await asyncio.gather(*(handle.close() for handle in handles))
+        for handle in handles:
             await handle.kill()
         await asyncio.to_thread(ray.shutdown)
 

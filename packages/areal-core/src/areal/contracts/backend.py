@@ -49,3 +49,12 @@ class Backend(Protocol):
     def load(self, path: str) -> None:
         """Restore what `save` wrote, bit for bit."""
         ...
+
+
+@runtime_checkable
+class Closes(Protocol):
+    """Optional: a backend that holds what outlives its process. Invariant: a second `close` does nothing."""
+
+    def close(self) -> None:
+        """Give back shared memory, process groups and files; called once, after the last other call."""
+        ...

@@ -101,6 +101,8 @@ class TrainingSpec:
     """Automatic mixed precision."""
     warmup: WarmupSpec = field(default_factory=WarmupSpec)
     """Supervised steps on reference answers before the first rollout."""
+    step_timeout_s: PositiveFloat = 3600.0
+    """Seconds after which a training step, or writing or reading a checkpoint, is given up and the run ends."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

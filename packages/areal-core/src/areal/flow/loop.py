@@ -51,6 +51,8 @@ class LoopSettings:
     max_steps: int
     max_staleness: int
     on_excess: OnExcess
+    step_timeout_s: float
+    """Longest time for one training step."""
     quiet_time_s: float
     """Longest wait for a batch without anything arriving before the run ends and says who it waited for."""
     evaluate_every: int
@@ -212,7 +214,9 @@ class Loop:
         settings, version = self._settings, self._step
         oldest = version - settings.max_staleness if settings.on_excess == "mask" else None
         request = TrainRequest(step=version + 1, version=version, groups=tuple(groups), oldest_version=oldest)
-        trained: dict[str, float] = await self._stages.trainer.call("train", request)
+        trained: dict[str, float] = await self._stages.trainer.call(
+            "train", request, deadline_s=settings.step_timeout_s
+        )
         self._step += 1
         await self._committed()
         await self._publish()

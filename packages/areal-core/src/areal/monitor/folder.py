@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import fcntl
+import os
 import time
 from pathlib import Path
 
@@ -11,7 +13,7 @@ from areal.errors import ConfigError, JournalError, did_you_mean
 class RunFolder:
     """Invariant: everything a run writes lies below `path`, and `config.yaml` is there before anything else.
 
-    config.yaml  journal.sqlite  metrics.jsonl  tensorboard/  logs/  checkpoints/  weights/  reward.png
+    config.yaml  lock  journal.sqlite  metrics.jsonl  tensorboard/  logs/  checkpoints/  weights/  reward.png
     """
 
     def __init__(self, path: Path) -> None:
@@ -44,6 +46,25 @@ class RunFolder:
         names = [file.parent.name for file in folders]
         there = f"it has {', '.join(names[-5:])}" if names else "it has no runs"
         raise JournalError(f"no run {run!r} here or in {runs_dir!r}; {there}{did_you_mean(run, names)}")
+
+    def lock(self) -> None:
+        """Keep other controllers out until this process ends; JournalError when one is at work already."""
+        # Held by the open file: the kernel lets go however the process ends.
+        self._lock = os.open(self.path / "lock", os.O_RDWR | os.O_CREAT, 0o644)
+        try:
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            owner = os.read(self._lock, 32).decode(errors="replace") or "unknown"
+            os.close(self._lock)
+            raise JournalError(
+                f"run {self.path.name} is still going on in process {owner}; wait for its end or stop it with Ctrl-C"
+            ) from error
+        os.ftruncate(self._lock, 0)
+        os.write(self._lock, str(os.getpid()).encode())
+
+    def unlock(self) -> None:
+        """Let other controllers in."""
+        os.close(self._lock)
 
     @property
     def config(self) -> Path:

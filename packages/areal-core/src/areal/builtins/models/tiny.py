@@ -9,6 +9,8 @@ import torch
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, processors
 from transformers import GenerationConfig, PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
+from areal.builtins.quiet import no_progress_bar
+
 SPECIAL_TOKENS = ("<pad>", "<bos>", "<eos>", "<unk>")
 PAD, BOS, EOS, UNKNOWN = range(4)
 """Token ids of the special tokens."""
@@ -27,7 +29,8 @@ def write_tiny_model(folder: str | Path, seed: int) -> str:
         torch.manual_seed(seed)
         model = Qwen3ForCausalLM(tiny_config())
     model.generation_config = GenerationConfig(bos_token_id=BOS, eos_token_id=EOS, pad_token_id=PAD)
-    model.save_pretrained(folder)
+    with no_progress_bar():
+        model.save_pretrained(folder)
     character_tokenizer().save_pretrained(folder)
     return str(folder)
 

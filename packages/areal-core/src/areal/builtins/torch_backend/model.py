@@ -9,10 +9,10 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
+from areal.builtins.quiet import no_progress_bar
 from areal.builtins.torch_backend import attention
 from areal.builtins.torch_backend.logprobs import token_logprobs
 from areal.builtins.torch_backend.packing import Packed, pack
-from areal.builtins.torch_backend.quiet import no_progress_bar
 from areal.contracts.messages import Row
 from areal.contracts.specs import AmpSpec, BackendContext
 from areal.errors import WorkerFailed

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
-from areal.builtins.torch_backend.quiet import no_progress_bar
+from areal.builtins.quiet import no_progress_bar
 from areal.errors import JournalError
 
 MODEL_FOLDER = "model"

@@ -25,11 +25,12 @@ class Ledger(Protocol):
 class Checkpoints:
     """Invariant: the newest checkpoint that the ledger names is whole on disk, whenever the machine stops."""
 
-    def __init__(self, trainer: Handle, ledger: Ledger, folder: Path, keep: int) -> None:
+    def __init__(self, trainer: Handle, ledger: Ledger, folder: Path, keep: int, deadline_s: float) -> None:
         self._trainer = trainer
         self._ledger = ledger
         self._folder = folder
         self._keep = keep
+        self._deadline_s = deadline_s
 
     async def save(self, step: int) -> Path:
         """Save the trainer's state of `step`; the trainer waits, generation goes on. Returns the folder.
@@ -54,7 +55,7 @@ class Checkpoints:
         for leftover in (unfinished, final):
             shutil.rmtree(leftover, ignore_errors=True)
         unfinished.mkdir(parents=True)
-        await self._trainer.call("save", str(unfinished))
+        await self._trainer.call("save", str(unfinished), deadline_s=self._deadline_s)
         await asyncio.to_thread(_sync_tree, unfinished)
         unfinished.rename(final)
         _sync(self._folder)

@@ -18,9 +18,14 @@ RAMP = 2 / 3
 
 
 async def warm_up(
-    trainer: Handle, demonstrate: Demonstrate, spec: WarmupSpec, sft: Component, told: Callable[[int, float], None]
+    trainer: Handle,
+    demonstrate: Demonstrate,
+    spec: WarmupSpec,
+    sft: Component,
+    told: Callable[[int, float], None],
+    deadline_s: float,
 ) -> None:
-    """Make `spec.steps` supervised updates; `told` hears (step, loss) after each."""
+    """Make `spec.steps` supervised updates, each within `deadline_s`; `told` hears (step, loss) after each."""
     ramp = max(1.0, spec.steps * RAMP)
     for step in range(spec.steps):
         demonstrations = await demonstrate(spec.batch_size)
@@ -30,4 +35,4 @@ async def warm_up(
                 "training.warmup.steps to 0"
             )
         rate = spec.learning_rate * min(1.0, (step + 1) / ramp)
-        told(step + 1, await trainer.call("warm_up", demonstrations, sft, rate))
+        told(step + 1, await trainer.call("warm_up", demonstrations, sft, rate, deadline_s=deadline_s))

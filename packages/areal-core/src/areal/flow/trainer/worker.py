@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from areal.contracts.algorithm import Algorithm
-from areal.contracts.backend import Backend
+from areal.contracts.backend import Backend, Closes
 from areal.contracts.component import Component, import_object
 from areal.contracts.messages import Batch, Group, Row, Version
 from areal.contracts.specs import BackendContext
@@ -123,6 +123,10 @@ class TrainerWorker:
 
     def load(self, path: str) -> None:
         self._backend.load(path)
+
+    def close(self) -> None:
+        if isinstance(self._backend, Closes):
+            self._backend.close()
 
 
 def _demonstration_row(prompt: tuple[int, ...], answer: tuple[int, ...]) -> Row:
