@@ -49,6 +49,7 @@ def test_the_help_of_a_heavy_command_is_light(command: str) -> None:
 
 def test_reading_a_recipe_leaves_torch_to_the_workers() -> None:
     assert not imported_by(command_line("run", "--dry-run")) & (HEAVY - {"ray"})
+    assert not imported_by(command_line("algorithms")) & HEAVY
 
 
 def test_a_heavy_import_would_be_seen() -> None:

@@ -9,14 +9,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from areal.algorithms.advantages import EPS, group_advantages
+from areal.algorithms.advantages import EPS, group_advantages, overlong_penalty, whitened
 
 rewards_of_a_group = st.lists(st.none() | st.floats(-100, 100), max_size=12)
 
 
 @given(rewards_of_a_group, st.booleans(), st.floats(0, 2))
 def test_it_is_the_literal_formula(rewards: list[float | None], normalize: bool, floor: float) -> None:
-    found = group_advantages(rewards, normalize_std=normalize, std_floor=floor)
+    found = group_advantages(rewards, divide_by_std=normalize, std_floor=floor)
     known = numpy.array([reward for reward in rewards if reward is not None], dtype=numpy.float64)
     assert len(found) == len(rewards)
     for reward, advantage in zip(rewards, found, strict=True):
@@ -48,3 +48,27 @@ def test_a_floor_tames_groups_that_are_nearly_equal() -> None:
     rewards = [1.0] * 15 + [0.0]
     assert min(group_advantages(rewards)) < -3.7
     assert min(group_advantages(rewards, std_floor=0.5)) == pytest.approx(-15 / 16 / 0.5, rel=1e-5)
+
+
+@given(st.lists(st.floats(-10, 10), min_size=2, max_size=8))
+def test_leave_one_out_is_the_literal_formula(rewards: list[float]) -> None:
+    found = group_advantages(rewards, baseline="leave_one_out", divide_by_std=False)
+    for i, reward in enumerate(rewards):
+        others = rewards[:i] + rewards[i + 1 :]
+        expected = 0.0 if min(rewards) == max(rewards) else reward - sum(others) / len(others)
+        assert found[i] == pytest.approx(expected, abs=1e-9)
+
+
+@given(st.lists(st.floats(-10, 10), min_size=1, max_size=20))
+def test_whitened_values_have_mean_0_and_deviation_1(values: list[float]) -> None:
+    found = numpy.array(whitened(values))
+    if max(values) - min(values) < 1e-3:
+        assert numpy.isfinite(found).all()
+        return
+    assert found.mean() == pytest.approx(0, abs=1e-6) and found.std() == pytest.approx(1, rel=1e-2)
+
+
+def test_the_penalty_of_long_answers() -> None:
+    penalties = [overlong_penalty(n, limit=100, buffer=20) for n in (0, 80, 85, 100, 101)]
+    assert penalties == [0.0, 0.0, -0.25, -1.0, -1.0]
+    assert [overlong_penalty(n, limit=100, buffer=0) for n in (100, 101)] == [0.0, -1.0]

@@ -190,7 +190,7 @@ def group(*outcomes: Outcome) -> Group:
 
 def test_failures_are_not_rewards_of_zero() -> None:
     outcomes = (Outcome.scored(1.0), Outcome.timeout("slow"), Outcome.scored(0.5), Outcome.error("broken"))
-    assert Grpo(GrpoOptions(normalize_std=False)).advantages(group(*outcomes)) == [0.25, 0.0, -0.25, 0.0]
+    assert Grpo(GrpoOptions(scale="none")).advantages(group(*outcomes)) == [0.25, 0.0, -0.25, 0.0]
     floor = Grpo(GrpoOptions(std_floor=0.5)).advantages(group(*outcomes))
     assert floor == [pytest.approx(0.5, rel=1e-5), 0.0, pytest.approx(-0.5, rel=1e-5), 0.0]
     assert Grpo().advantages(group(Outcome.error("a"), Outcome.scored(7.0))) == [0.0, 0.0]
@@ -212,6 +212,8 @@ def test_impossible_options_are_refused() -> None:
         {"behavior_cap": 0},
         {"objective": "ppo"},
         {"std_floor": -1},
+        {"scale": "std"},
+        {"baseline": "critic"},
         {"clip": 0.2},
     ]
     for table in wrong:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import pytest
 import torch
@@ -25,8 +26,9 @@ def test_extreme_logprobs_have_finite_ratios_and_no_gradient() -> None:
 def test_behavior_weights_are_capped_or_dropped_and_carry_no_gradient() -> None:
     proximal = torch.tensor([-1.0, -1.0, -3.0, -1.0], requires_grad=True)
     behavior = torch.tensor([-1.0, -3.0, -1.0, -INF])
-    clamped = behavior_weight(proximal, behavior, cap=5.0, mode="clamp")
-    masked = behavior_weight(proximal, behavior, cap=5.0, mode="mask")
+    one: dict[str, Any] = {"sequence": torch.zeros(4, dtype=torch.int64), "num_sequences": 1}
+    clamped = behavior_weight(proximal, behavior, cap=5.0, mode="clamp", **one)
+    masked = behavior_weight(proximal, behavior, cap=5.0, mode="mask", **one)
     assert clamped.tolist() == pytest.approx([1.0, 5.0, math.exp(-2), 5.0])
     assert masked.tolist() == pytest.approx([1.0, 0.0, math.exp(-2), 0.0])
     assert not clamped.requires_grad and not masked.requires_grad

@@ -46,7 +46,7 @@ def allowed(node):
         return f"{len(many)} x {allowed(many[0])}" if many else f"list: {allowed(node['items'])}"
     words = {"integer": "whole number", "number": "number", "string": "text", "boolean": "`true`, `false`"}
     bounds = {"minimum": "≥", "exclusiveMinimum": ">", "maximum": "≤", "exclusiveMaximum": "<"}
-    limits = [f"{sign} {node[key]:g}" for key, sign in bounds.items() if key in node]
+    limits = [f"{sign} {node[key]:.15g}" for key, sign in bounds.items() if key in node]
     return " ".join([words[node["type"]], *limits])
 
 

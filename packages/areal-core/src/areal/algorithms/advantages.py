@@ -1,26 +1,64 @@
-"""Advantages: how much better a trajectory was than the others that answered the same prompt."""
+"""Advantages: how much better a trajectory was than others, in plain numbers."""
 
 from __future__ import annotations
 
 import statistics
 from collections.abc import Sequence
+from typing import Literal
 
 EPS = 1e-6
 """Keeps the quotient finite when all rewards but for rounding are equal."""
 
 
-def group_advantages(
-    rewards: Sequence[float | None], *, normalize_std: bool = True, std_floor: float = 0.0
-) -> list[float]:
-    """Return ``(reward - mean) / (max(std, std_floor) + EPS)`` for each sample of a group (GRPO, arXiv 2402.03300).
+Baseline = Literal["group_mean", "leave_one_out", "none"]
 
-    `rewards`: [G], None for a sample without a reward, which gets advantage 0 and counts in neither mean nor std.
-    The standard deviation is the unbiased one (divisor n - 1). Without `normalize_std` the result is
-    ``reward - mean``. Equal rewards, a single one included, give exactly 0.
+
+def group_advantages(
+    rewards: Sequence[float | None],
+    *,
+    baseline: Baseline = "group_mean",
+    divide_by_std: bool = True,
+    std_floor: float = 0.0,
+) -> list[float]:
+    """Return an advantage for each sample of a group; `rewards`: [G], None for a sample without one.
+
+    - ``group_mean``: ``reward - mean`` (GRPO, arXiv 2402.03300; undivided: Dr. GRPO, arXiv 2503.20783);
+    - ``leave_one_out``: ``reward - mean of the others`` (RLOO, arXiv 2402.14740);
+    - ``none``: the reward itself (REINFORCE).
+
+    `divide_by_std`: over ``max(std, std_floor) + EPS``, the unbiased standard deviation (divisor n - 1). A sample
+    without a reward gets 0 and counts in neither mean nor std. Against a baseline, equal rewards, a single one
+    included, give exactly 0.
     """
     known = [reward for reward in rewards if reward is not None]
-    if len(known) < 2 or min(known) == max(known):
+    if baseline != "none" and (len(known) < 2 or min(known) == max(known)):
         return [0.0] * len(rewards)
-    mean = statistics.fmean(known)
-    scale = max(statistics.stdev(known, mean), std_floor) + EPS if normalize_std else 1.0
-    return [0.0 if reward is None else (reward - mean) / scale for reward in rewards]
+    mean = statistics.fmean(known) if known and baseline != "none" else 0.0
+    # reward - mean of the others = (reward - mean) n / (n - 1)
+    stretch = len(known) / (len(known) - 1) if baseline == "leave_one_out" else 1.0
+    deviation = statistics.stdev(known) if divide_by_std and len(known) > 1 else 0.0
+    scale = max(deviation, std_floor) + EPS if divide_by_std else 1.0
+    return [0.0 if reward is None else stretch * (reward - mean) / scale for reward in rewards]
+
+
+def overlong_penalty(num_tokens: int, *, limit: int, buffer: int) -> float:
+    """Return DAPO's soft penalty for long answers, in -1..0 (arXiv 2503.14476, equation 13).
+
+    0 up to ``limit - buffer`` tokens, then falling linearly to -1 at `limit` tokens and beyond.
+    """
+    over = num_tokens - (limit - buffer)
+    if over <= 0:
+        return 0.0
+    return -min(1.0, over / buffer) if buffer else -1.0
+
+
+def whitened(values: Sequence[float]) -> list[float]:
+    """Return ``(value - mean) / (std + EPS)``, std the biased one; equal values give exactly 0.
+
+    Batch normalisation of advantages as in REINFORCE++ (arXiv 2501.03262).
+    """
+    if not values or min(values) == max(values):
+        return [0.0] * len(values)
+    mean = statistics.fmean(values)
+    scale = statistics.pstdev(values, mean) + EPS
+    return [(value - mean) / scale for value in values]

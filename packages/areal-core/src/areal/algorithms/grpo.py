@@ -2,47 +2,41 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Annotated, Literal
 
-from pydantic import Field, NonNegativeFloat, PositiveFloat
+from pydantic import Field, NonNegativeFloat
 
-from areal.algorithms.advantages import group_advantages
+from areal.algorithms.advantages import Baseline, group_advantages
 from areal.algorithms.losses import clipped_surrogate
-from areal.algorithms.ratios import behavior_weight, kl_estimate, ratio
+from areal.algorithms.policy import PolicyGradient, PolicyOptions, rewards_of, whitened_rows
+from areal.algorithms.ratios import ratio
 from areal.contracts.algorithm import TokenBatch
-from areal.contracts.messages import Group
-from areal.contracts.options import Options
+from areal.contracts.messages import Group, Row
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 
-class GrpoOptions(Options):
+class GrpoOptions(PolicyOptions):
     """Invariant: with on-policy samples and no entropy bonus, every setting has the gradient of plain GRPO."""
 
-    normalize_std: bool = True
-    """Divide a group's centred rewards by their standard deviation; false: by nothing (Dr. GRPO)."""
+    baseline: Baseline = "group_mean"
+    """What a reward is compared with: the group's mean, the mean of the group's others, or nothing."""
+    scale: Literal["group", "batch", "none"] = "group"
+    """``group``: divided by the standard deviation of the group's rewards; ``batch``: advantages of all the step's
+    tokens are brought to mean 0 and standard deviation 1; ``none``: left as they are."""
     std_floor: NonNegativeFloat = 0.0
-    """Smallest standard deviation to divide by; it tames groups in which nearly all rewards are equal."""
+    """Smallest standard deviation of a group to divide by; it tames groups with nearly equal rewards."""
     clip_low: Annotated[float, Field(ge=0, le=1)] = 0.2
     """The ratio is clipped below 1 - clip_low."""
     clip_high: NonNegativeFloat = 0.2
     """The ratio is clipped above 1 + clip_high."""
     dual_clip: Annotated[float, Field(gt=1)] | None = None
     """Bound, in units of the advantage, on the loss of tokens with negative advantage; null: none."""
-    objective: Literal["decoupled", "naive"] = "decoupled"
-    """``decoupled``: ratio to the policy before this step, and a weight for the sampler's policy; ``naive``: ratio
-    to the sampler's policy."""
-    behavior_cap: PositiveFloat = 5.0
-    """Largest weight of a token in the decoupled objective."""
-    behavior_mode: Literal["clamp", "mask"] = "mask"
-    """What happens to a larger weight: kept at the cap, or the token is dropped."""
-    entropy_coefficient: NonNegativeFloat = 0.0
-    """Weight of the entropy bonus (nats per token)."""
 
 
-class Grpo:
+class Grpo(PolicyGradient):
     """Group relative policy optimisation (arXiv 2402.03300) with the decoupled objective (arXiv 2505.24298).
 
     Loss: ``-(1/N) sum w min(r A, clip(r) A)``, N all trained tokens of the batch, dropped ones included;
@@ -53,35 +47,32 @@ class Grpo:
 
     def __init__(self, options: GrpoOptions | None = None) -> None:
         self.options = options or GrpoOptions()
-        self.needs_advantage = self.options.entropy_coefficient == 0
+        super().__init__(self.options)
 
     def advantages(self, group: Group) -> Sequence[float | Sequence[float]]:
         """Return one advantage for each trajectory; failed ones get 0 and count in neither mean nor deviation."""
-        rewards = [t.outcome.reward if t.outcome.status == "ok" else None for t in group.trajectories]
         options = self.options
-        return group_advantages(rewards, normalize_std=options.normalize_std, std_floor=options.std_floor)
-
-    def loss(self, logprobs: Tensor, batch: TokenBatch) -> tuple[Tensor, Mapping[str, Tensor]]:
-        options = self.options
-        weight = behavior_weight(
-            batch.proximal_logprobs, batch.behavior_logprobs, cap=options.behavior_cap, mode=options.behavior_mode
+        return group_advantages(
+            self.rewards(group),
+            baseline=options.baseline,
+            divide_by_std=options.scale == "group",
+            std_floor=options.std_floor,
         )
-        decoupled = options.objective == "decoupled"
-        losses, clipped = clipped_surrogate(
-            ratio(logprobs, batch.proximal_logprobs if decoupled else batch.behavior_logprobs),
+
+    def rewards(self, group: Group) -> list[float | None]:
+        """Return each sample's reward, None for one that failed."""
+        return rewards_of(group)
+
+    def normalize(self, rows: Sequence[Row]) -> list[Row]:
+        """Compare the advantages of a whole step, if `scale` is ``batch``."""
+        return whitened_rows(rows) if self.options.scale == "batch" else list(rows)
+
+    def surrogate(self, logprobs: Tensor, old: Tensor, batch: TokenBatch) -> tuple[Tensor, Tensor]:
+        options = self.options
+        return clipped_surrogate(
+            ratio(logprobs, old),
             batch.advantages,
             clip_low=options.clip_low,
             clip_high=options.clip_high,
             dual_clip=options.dual_clip,
         )
-        total = (weight * losses if decoupled else losses).sum() / batch.total_tokens
-        if options.entropy_coefficient:
-            total = total - options.entropy_coefficient * batch.entropy.sum() / batch.total_tokens
-        statistics = {
-            "clip_fraction": clipped.float(),
-            "behavior_weight": weight,
-            "behavior_kl": kl_estimate(batch.proximal_logprobs, batch.behavior_logprobs),
-            "entropy": batch.entropy.detach(),
-        }
-        means = {name: values.sum() / batch.computed_tokens for name, values in statistics.items()}
-        return total, means | {"behavior_weight_max": weight.max()}

@@ -7,6 +7,9 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from torch import Tensor
 
+LOGPROB_FLOOR = -100.0
+"""exp(-100) is 4e-44, about the smallest float32: no sampled token is less likely."""
+
 
 def clipped_surrogate(
     ratio: Tensor, advantages: Tensor, *, clip_low: float, clip_high: float, dual_clip: float | None = None
@@ -26,3 +29,26 @@ def clipped_surrogate(
         clipped = clipped | (objective < floor)
         objective = objective.maximum(floor)
     return -objective, clipped
+
+
+def weighted_logprob(
+    ratio: Tensor, logprobs: Tensor, advantages: Tensor, *, clip_low: float, clip_high: float
+) -> tuple[Tensor, Tensor]:
+    """Return CISPO's loss of each token ([N]) and where its weight was clipped ([N] bool).
+
+    ``-sg(clip(r, 1 - clip_low, 1 + clip_high)) A log pi`` (MiniMax-M1, arXiv 2506.13585): clipping bounds a token's
+    weight and, unlike PPO's, never takes its gradient. `logprobs` below LOGPROB_FLOOR count as that, without gradient.
+    """
+    plain = ratio.detach()
+    weight = plain.clamp(1 - clip_low, 1 + clip_high)
+    return -weight * advantages * logprobs.clamp(min=LOGPROB_FLOOR), weight != plain
+
+
+def soft_gate(ratio: Tensor, advantages: Tensor, *, positive: float, negative: float) -> Tensor:
+    """Return SAPO's loss of each token ([N]): ``-(4 / t) sigmoid(t (r - 1)) A`` (arXiv 2511.20347).
+
+    The temperature t is `positive` where the advantage is above 0, else `negative`. At ratio 1 the gradient is PPO's;
+    away from it, it fades smoothly instead of being cut.
+    """
+    temperature = (advantages > 0).to(ratio.dtype) * (positive - negative) + negative
+    return -(4 / temperature) * (temperature * (ratio - 1)).sigmoid() * advantages

@@ -26,17 +26,46 @@ def ratio(new: Tensor, old: Tensor) -> Tensor:
     return log_ratio(new, old).exp()
 
 
-def behavior_weight(proximal: Tensor, behavior: Tensor, *, cap: float, mode: Literal["clamp", "mask"]) -> Tensor:
+def sequence_sum(values: Tensor, sequence: Tensor, num_sequences: int) -> Tensor:
+    """Return the sum of each sequence's values: `values` [N], `sequence` [N] int64 in 0..R-1, result [R]."""
+    return values.new_zeros(num_sequences).index_add(0, sequence, values)
+
+
+def sequence_mean(values: Tensor, sequence: Tensor, num_sequences: int) -> Tensor:
+    """Return the mean of each sequence's values: `values` [N], `sequence` [N] int64 in 0..R-1, result [R].
+
+    A sequence without values has mean 0.
+    """
+    counts = sequence.bincount(minlength=num_sequences).clamp(min=1)
+    return sequence_sum(values, sequence, num_sequences) / counts
+
+
+def behavior_weight(
+    proximal: Tensor,
+    behavior: Tensor,
+    *,
+    cap: float,
+    floor: float = 0.0,
+    mode: Literal["clamp", "mask"],
+    level: Literal["token", "sequence", "geometric"] = "token",
+    sequence: Tensor,
+    num_sequences: int,
+) -> Tensor:
     """Return the weight of each token in the decoupled objective, without gradient ([N]).
 
     It is ``pi_proximal / pi_behavior``, which corrects for tokens sampled by older weights or by an engine that
-    rounds differently (decoupled PPO, arXiv 2110.00641; AReaL, arXiv 2505.24298). Above `cap`, ``clamp`` keeps
-    `cap` and ``mask`` drops the token (weight 0).
+    rounds differently (decoupled PPO, arXiv 2110.00641; AReaL, arXiv 2505.24298). With level ``sequence`` each token
+    has the product over its sequence, with ``geometric`` that product's root of the sequence's length. Beyond `cap`
+    or `floor`, ``clamp`` keeps the bound (truncated importance sampling) and ``mask`` drops the tokens (weight 0).
     """
-    weight = ratio(proximal.detach(), behavior)
+    logs = log_ratio(proximal.detach(), behavior)
+    if level != "token":
+        gather = sequence_sum if level == "sequence" else sequence_mean
+        logs = gather(logs, sequence, num_sequences).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)[sequence]
+    weight = logs.exp()
     if mode == "clamp":
-        return weight.clamp(max=cap)
-    return weight.masked_fill(weight > cap, 0.0)
+        return weight.clamp(floor, cap)
+    return weight.masked_fill((weight > cap) | (weight < floor), 0.0)
 
 
 def kl_estimate(new: Tensor, old: Tensor) -> Tensor:

@@ -16,6 +16,9 @@ from areal.errors import ConfigError
 from areal.flow.rollout.worker import EnvironmentChoice
 from areal.plugins import Plugins
 
+DISTRIBUTED = "distributed"
+"""Capability of a backend that trains on several devices."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Chosen:
@@ -50,12 +53,14 @@ def resolve(config: RunConfig, plugins: Plugins) -> Resolved:
     Raises UnknownComponent, MissingLibrary or ConfigError in one sentence.
     """
     accelerator = _accelerator(config.device, plugins)
+    backend = choose(plugins, "backend", config.backend.name, config.backend.options)
+    _check_devices(config, backend.component)
     return Resolved(
         config=config,
         model_path=resolve_model(config.model.path),
         accelerator=accelerator,
         engine=choose(plugins, "engine", config.engine.name, config.engine.options),
-        backend=choose(plugins, "backend", config.backend.name, config.backend.options),
+        backend=backend,
         algorithm=choose(plugins, "algorithm", config.algorithm.name, config.algorithm.options),
         sft=plugins.resolve("algorithm", "sft"),
         cluster=choose(plugins, "cluster", _cluster_name(config), config.cluster.options),
@@ -83,6 +88,15 @@ def choose(plugins: Plugins, kind: str, name: str, table: dict[str, Any]) -> Cho
         first = error.errors()[0]
         key = ".".join(str(part) for part in first["loc"]) or "options"
         raise ConfigError(f"{kind} {name!r} does not take {key!r} as given: {first['msg']}") from error
+
+
+def _check_devices(config: RunConfig, backend: Component) -> None:
+    devices = config.resources.train.total
+    if devices > 1 and DISTRIBUTED not in backend.capabilities:
+        raise ConfigError(
+            f"'resources.train' asks for {devices} devices and the backend {backend.name!r} trains on one; "
+            "ask for one, or use a backend for many, such as fsdp2"
+        )
 
 
 def _cluster_name(config: RunConfig) -> str:

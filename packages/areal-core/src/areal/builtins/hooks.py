@@ -113,19 +113,27 @@ def areal_environments() -> list[Component]:
 
 @hookimpl
 def areal_algorithms() -> list[Component]:
+    made = (
+        ("grpo", "grpo:Grpo", "Group-relative advantages, decoupled clipped objective."),
+        ("dr_grpo", "dr_grpo:DrGrpo", "GRPO without division by deviation and length."),
+        ("dapo", "dapo:Dapo", "Clip-higher and a soft penalty for overlong answers."),
+        ("gspo", "gspo:Gspo", "Ratio and clip of whole sequences."),
+        ("cispo", "cispo:Cispo", "Clipped importance weights that silence no token."),
+        ("sapo", "sapo:Sapo", "A smooth gate in the place of the clip."),
+        ("rloo", "rloo:Rloo", "Each sample against the mean of the group's others."),
+        ("reinforce", "reinforce:Reinforce", "The reward is the advantage."),
+        ("reinforce_pp", "reinforce:ReinforcePlusPlus", "Advantages normalised over the step."),
+        ("lite_ppo", "lite_ppo:LitePpo", "Group mean as baseline, the step's deviation as scale."),
+        ("sft", "sft:Sft", "Supervised learning of reference answers; the warm-up uses it."),
+    )
     return [
         Component(
-            name="grpo",
-            factory="areal.algorithms.grpo:Grpo",
-            options="areal.algorithms.grpo:GrpoOptions",
-            summary="Group-relative advantages, decoupled clipped objective.",
-        ),
-        Component(
-            name="sft",
-            factory="areal.algorithms.sft:Sft",
-            options="areal.algorithms.sft:SftOptions",
-            summary="Supervised learning of reference answers; the warm-up uses it.",
-        ),
+            name=name,
+            factory=f"areal.algorithms.{path}",
+            options=f"areal.algorithms.{path}Options",
+            summary=summary,
+        )
+        for name, path, summary in made
     ]
 
 

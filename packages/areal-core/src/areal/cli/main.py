@@ -17,6 +17,7 @@ COMMANDS = {
     "config": "areal.cli.config",
     "plugins": "areal.cli.plugins",
     "components": "areal.cli.components",
+    "algorithms": "areal.cli.algorithms",
     "doctor": "areal.cli.doctor",
     "models": "areal.cli.models",
     "conformance": "areal.cli.conformance",

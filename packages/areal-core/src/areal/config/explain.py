@@ -118,7 +118,9 @@ def _unknown_key(path: Keys, known: list[str]) -> str:
     key = str(path[-1])
     where = f" in '{dotted(path[:-1])}'" if len(path) > 1 else ""
     schema = config_schema()
-    homes = [name for name in keys_at(schema, ()) if key in keys_at(schema, (name,))]
+    # An entry of a list has options of its own kind, which no other block shares.
+    in_list = any(isinstance(part, int) for part in path)
+    homes = [] if in_list else [name for name in keys_at(schema, ()) if key in keys_at(schema, (name,))]
     if near := did_you_mean(key, known):
         hint = near
     elif homes:

@@ -14,8 +14,7 @@ from areal.config.edit import override, select
 from areal.config.explain import dotted, explain
 from areal.config.schema import RunConfig, Selected
 from areal.config.source import Document, Keys, describe, find_recipe, is_list, is_mapping, read_document, value_at
-from areal.contracts.component import Component, import_object
-from areal.contracts.options import Options
+from areal.contracts.component import Component
 from areal.errors import ConfigError, PluginError
 
 T = TypeVar("T", bound=BaseModel)
@@ -90,7 +89,10 @@ def _check_options(document: Document, selected: Selected, resolve: Resolve) -> 
         table = document.get(selected.path)
         return component.parse_options({key: table[key] for key in selected.options})
 
-    options = import_object(component.options) if component.options else Options
+    try:
+        options = component.options_class()
+    except PluginError as error:
+        raise type(error)(f"{place}: {error}") from None
     _validate(parse, document, selected.path, selected.options, _schema_of(options))
 
 

@@ -24,6 +24,7 @@ from areal.contracts.options import STRICT
 from areal.contracts.specs import ModelSpec, TrainingSpec
 
 Parallel = Literal["dp", "tp", "pp"]
+Processes = Annotated[int, Field(gt=0, le=1024)]
 AUTO = "auto"
 """The name that leaves the choice of a component to the run."""
 
@@ -117,7 +118,7 @@ class EngineChoice(Choice):
 
     name: str = "transformers"
     """A registered engine."""
-    replicas: PositiveInt = 1
+    replicas: Processes = 1
     """Engines that generate at the same time, each with a copy of the model."""
     python: str = ""
     """Interpreter of the environment in which the engine's library is installed; empty: this one."""
@@ -163,7 +164,7 @@ class Staleness(Block):
 class Rollout(Block):
     """Invariant: every episode ends: with a reward, an error or a time-out."""
 
-    workers: PositiveInt = 1
+    workers: Processes = 1
     """Processes that play episodes."""
     episode_timeout_s: PositiveFloat = 120.0
     """Seconds after which an episode is a time-out."""
@@ -210,7 +211,7 @@ class RunConfig(Block):
 
     name: str = ""
     """Name of the run and of its folder; empty: `model.name`, or the first environment's name."""
-    seed: NonNegativeInt = 1
+    seed: Annotated[int, Field(ge=0, lt=2**32)] = 1
     """Decides everything random: the order of prompts, sampling, a new model's weights."""
     runs_dir: str = "runs"
     """Folder in which each run makes its own folder."""

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
-from areal.contracts.messages import Group
+from areal.contracts.messages import Group, Row
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -61,4 +61,13 @@ class Algorithm(Protocol):
         The backend adds the named numbers over micro-batches; of a name that ends in ``_max`` it keeps the largest.
         `logprobs`: [N] float32 with gradient, natural log, at the sampling temperature.
         """
+        ...
+
+
+@runtime_checkable
+class NormalizesBatch(Protocol):
+    """Optional: an algorithm that compares a whole step. Invariant: tokens, masks and logprobs stay as they were."""
+
+    def normalize(self, rows: Sequence[Row]) -> list[Row]:
+        """Return the step's rows with other advantages; called once a step, before mini-batches are made."""
         ...

@@ -50,12 +50,23 @@ class Component:
         return import_object(self.factory)
 
     def parse_options(self, table: Mapping[str, Any]) -> Any:
-        """Validate a recipe's table with the component's own options class (pydantic.ValidationError)."""
+        """Validate a recipe's table with the component's own options class.
+
+        Raises pydantic.ValidationError; MissingLibrary when the class cannot be imported without it.
+        """
+        return self.options_class().model_validate(dict(table))
+
+    def options_class(self) -> Any:
+        """Import and return the class of the options; MissingLibrary, or PluginError when the path leads nowhere."""
         if self.options is None:
             from areal.contracts.options import Options
 
-            return Options.model_validate(dict(table))
-        return import_object(self.options).model_validate(dict(table))
+            return Options
+        try:
+            return import_object(self.options)
+        except PluginError:
+            self.check_installed()  # the likeliest cause has a better sentence
+            raise
 
 
 def import_object(path: str) -> Any:

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from areal.contracts.algorithm import Algorithm
+from areal.contracts.algorithm import Algorithm, NormalizesBatch
 from areal.contracts.backend import Backend, Closes
 from areal.contracts.component import Component, import_object
 from areal.contracts.messages import Batch, Group, Row, Version
@@ -71,6 +71,8 @@ class TrainerWorker:
         rows: list[Row] = []
         for group in request.groups:
             rows += rows_of(group, self._algorithm.advantages(group))
+        if isinstance(self._algorithm, NormalizesBatch):
+            rows = self._algorithm.normalize(rows)
         num_masked = 0
         if request.oldest_version is not None:
             masked = [mask_stale(row, request.oldest_version) for row in rows]

@@ -1,0 +1,26 @@
+"""Dr. GRPO: GRPO without the two divisions that favour long wrong answers and easy prompts."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from areal.algorithms.grpo import Grpo, GrpoOptions
+
+
+class DrGrpoOptions(GrpoOptions):
+    """Invariant: as `GrpoOptions`; only the defaults differ."""
+
+    scale: Literal["group", "batch", "none"] = "none"
+    """``none``: advantages are not divided by anything."""
+    aggregation: Literal["token_mean", "sequence_mean", "fixed_length"] = "fixed_length"
+    """``fixed_length``: a sequence's sum is divided by `fixed_length`, whatever its own length."""
+
+
+class DrGrpo(Grpo):
+    """GRPO done right (arXiv 2503.20783): ``A = reward - mean``, sequences not divided by their own length.
+
+    Invariant: as `Grpo`.
+    """
+
+    def __init__(self, options: DrGrpoOptions | None = None) -> None:
+        super().__init__(options or DrGrpoOptions())

@@ -1,0 +1,123 @@
+"""What policy-gradient algorithms share: correction for stale samples, the mean over tokens, entropy bonus, report."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Literal
+
+from pydantic import NonNegativeFloat, PositiveFloat, PositiveInt
+
+from areal.algorithms.advantages import whitened
+from areal.algorithms.ratios import behavior_weight, kl_estimate, sequence_mean
+from areal.contracts.algorithm import TokenBatch
+from areal.contracts.messages import Group, Row
+from areal.contracts.options import Options
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+class PolicyOptions(Options):
+    """Invariant: with on-policy samples and no entropy bonus, no correction setting changes the gradient."""
+
+    objective: Literal["decoupled", "naive"] = "decoupled"
+    """``decoupled``: ratio to the policy before this step, and a weight for the sampler's policy; ``naive``: ratio
+    to the sampler's policy."""
+    behavior_level: Literal["token", "sequence", "geometric"] = "token"
+    """What the weight of the decoupled objective is of: each token, a whole sequence (the product over its tokens),
+    or a sequence's geometric mean."""
+    behavior_cap: PositiveFloat = 5.0
+    """Largest weight in the decoupled objective."""
+    behavior_floor: NonNegativeFloat = 0.0
+    """Smallest weight in the decoupled objective."""
+    behavior_mode: Literal["clamp", "mask"] = "mask"
+    """What happens to a weight beyond cap or floor: kept at the bound, or its tokens are dropped."""
+    aggregation: Literal["token_mean", "sequence_mean", "fixed_length"] = "token_mean"
+    """``token_mean``: every token of the batch counts the same; ``sequence_mean``: every sequence does;
+    ``fixed_length``: a sequence's sum over `fixed_length`, so that long sequences weigh more and none is rescaled."""
+    fixed_length: PositiveInt = 1024
+    """Tokens; read by ``fixed_length`` only, usually ``sampling.max_new_tokens``."""
+    entropy_coefficient: NonNegativeFloat = 0.0
+    """Weight of the entropy bonus (nats per token)."""
+
+
+class PolicyGradient(ABC):
+    """Loss ``aggregate(weight * surrogate) - entropy_coefficient * mean entropy``.
+
+    The weight is that of the decoupled objective (arXiv 2505.24298), without gradient. An algorithm says what its
+    advantages and its surrogate are.
+
+    Invariant: a token with advantage 0 adds nothing to the gradient, unless there is an entropy bonus.
+    """
+
+    def __init__(self, options: PolicyOptions) -> None:
+        self.policy_options = options
+        self.needs_advantage = options.entropy_coefficient == 0
+
+    @abstractmethod
+    def advantages(self, group: Group) -> Sequence[float | Sequence[float]]:
+        """See `areal.contracts.algorithm.Algorithm`."""
+
+    @abstractmethod
+    def surrogate(self, logprobs: Tensor, old: Tensor, batch: TokenBatch) -> tuple[Tensor, Tensor]:
+        """Return each token's loss ([N], with gradient) and where a clip changed it ([N] bool).
+
+        `logprobs`: [N] of the current policy; `old`: [N] of the policy that the ratio is taken to.
+        """
+
+    def loss(self, logprobs: Tensor, batch: TokenBatch) -> tuple[Tensor, Mapping[str, Tensor]]:
+        options = self.policy_options
+        weight = behavior_weight(
+            batch.proximal_logprobs,
+            batch.behavior_logprobs,
+            cap=options.behavior_cap,
+            floor=options.behavior_floor,
+            mode=options.behavior_mode,
+            level=options.behavior_level,
+            sequence=batch.sequence,
+            num_sequences=batch.num_sequences,
+        )
+        decoupled = options.objective == "decoupled"
+        losses, clipped = self.surrogate(
+            logprobs, batch.proximal_logprobs if decoupled else batch.behavior_logprobs, batch
+        )
+        total = aggregate(weight * losses if decoupled else losses, batch, options)
+        if options.entropy_coefficient:
+            total = total - options.entropy_coefficient * batch.entropy.sum() / batch.total_tokens
+        statistics = {
+            "clip_fraction": clipped.float(),
+            "behavior_weight": weight,
+            "behavior_kl": kl_estimate(batch.proximal_logprobs, batch.behavior_logprobs),
+            "entropy": batch.entropy.detach(),
+        }
+        means = {name: values.sum() / batch.computed_tokens for name, values in statistics.items()}
+        return total, means | {"behavior_weight_max": weight.max()}
+
+
+def aggregate(losses: Tensor, batch: TokenBatch, options: PolicyOptions) -> Tensor:
+    """Return this micro-batch's share (scalar) of the mean of token losses ([N]), as `options.aggregation` says.
+
+    The divisors are the whole batch's, so shares of any packing add up to the same number.
+    """
+    if options.aggregation == "token_mean":
+        return losses.sum() / batch.total_tokens
+    if options.aggregation == "fixed_length":
+        return losses.sum() / (options.fixed_length * batch.total_sequences)
+    return sequence_mean(losses, batch.sequence, batch.num_sequences).sum() / batch.total_sequences
+
+
+def rewards_of(group: Group) -> list[float | None]:
+    """Return each sample's reward, None for one that failed."""
+    return [t.outcome.reward if t.outcome.status == "ok" else None for t in group.trajectories]
+
+
+def whitened_rows(rows: Sequence[Row]) -> list[Row]:
+    """Return the rows with their trained tokens' advantages at mean 0 and standard deviation 1 over all rows."""
+    per_token = [[a for a, trained in zip(row.advantages, row.loss_mask, strict=True) if trained] for row in rows]
+    flat = [advantage for advantages in per_token for advantage in advantages]
+    numbers = iter(whitened(flat))
+    return [
+        replace(row, advantages=tuple(next(numbers) if trained else 0.0 for trained in row.loss_mask)) for row in rows
+    ]

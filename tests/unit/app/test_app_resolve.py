@@ -1,0 +1,27 @@
+"""A recipe's names become components, and what cannot run is refused before anything starts."""
+
+from __future__ import annotations
+
+import pytest
+
+from areal.app.resolve import resolve
+from areal.config import RunConfig
+from areal.errors import ConfigError
+from areal.plugins import discover
+
+PLUGINS = discover()
+
+
+def test_a_backend_for_one_device_is_not_given_four() -> None:
+    config = RunConfig.model_validate({"resources": {"train": {"num_nodes": 2, "gpus_per_node": 2}}})
+    with pytest.raises(
+        ConfigError, match=r"'resources.train' asks for 4 devices and the backend 'torch' trains on one"
+    ):
+        resolve(config, PLUGINS)
+
+
+def test_the_default_recipe() -> None:
+    resolved = resolve(RunConfig.model_validate({}), PLUGINS)
+    assert resolved.engine.component.name == "transformers" and resolved.cluster.component.name == "ray"
+    assert resolved.algorithm.options.clip_low == 0.2 and resolved.sft.name == "sft"
+    assert resolved.model_path == "" and resolved.reshard is None
