@@ -14,9 +14,7 @@ PLUGINS = discover()
 
 def test_a_backend_for_one_device_is_not_given_four() -> None:
     config = RunConfig.model_validate({"resources": {"train": {"num_nodes": 2, "gpus_per_node": 2}}})
-    with pytest.raises(
-        ConfigError, match=r"'resources.train' asks for 4 devices and the backend 'torch' trains on one"
-    ):
+    with pytest.raises(ConfigError, match="asks for 4 devices and the backend 'torch' trains on one"):
         resolve(config, PLUGINS)
 
 
