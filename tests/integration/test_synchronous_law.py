@@ -51,8 +51,14 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def test_no_staleness_equals_the_plain_loop(tmp_path: Path, model: Path) -> None:
-    config = recipe(tmp_path / "flow", model)
+ALGORITHMS = sorted(discover().offers("algorithm").keys() - {"grpo"})
+
+
+@pytest.mark.parametrize(("name", "steps"), [("grpo", STEPS), *((name, 4) for name in ALGORITHMS)])
+def test_no_staleness_equals_the_plain_loop(tmp_path: Path, model: Path, name: str, steps: int) -> None:
+    # The plain loop takes every group.
+    more = ["algorithm.dynamic_sampling=false"] if name == "dapo" else []
+    config = recipe(tmp_path / "flow", model, f"algorithm.name={name}", f"training.max_steps={steps}", *more)
     summary = run(config, console=Console(quiet=True))
     (tmp_path / "plain").mkdir()
     expected = asyncio.run(PlainLoop(resolve(config, discover()), tmp_path / "plain").run())
@@ -111,12 +117,13 @@ class PlainLoop:
         assert resharder is not None
         plan = resharder.component.load()(resharder.options, str(self.folder)).plan(source, [target])
         common = {"resharder": resharder.component, "options": resharder.options, "plan": plan}
-        for step in range(STEPS + 1):
+        num_steps = self.config.training.max_steps
+        for step in range(num_steps + 1):
             staging = Transfer(phase="stage", version=step, **common)
             self.trainer.send(staging)
             await self.engine.receive(staging)
             await self.engine.receive(Transfer(phase="commit", version=step, **common))
-            if step < STEPS:
+            if step < num_steps:
                 groups = tuple(await self.batch(step))
                 self.trainer.train(TrainRequest(step=step + 1, version=step, groups=groups))
         await self.engine.close()

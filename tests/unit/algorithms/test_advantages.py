@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from areal.algorithms.advantages import EPS, group_advantages, overlong_penalty, whitened
+from areal.algorithms.advantages import EPS, group_advantages, normalized, overlong_penalty
 
 rewards_of_a_group = st.lists(st.none() | st.floats(-100, 100), max_size=12)
 
@@ -59,16 +59,19 @@ def test_leave_one_out_is_the_literal_formula(rewards: list[float]) -> None:
         assert found[i] == pytest.approx(expected, abs=1e-9)
 
 
-@given(st.lists(st.floats(-10, 10), min_size=1, max_size=20))
-def test_whitened_values_have_mean_0_and_deviation_1(values: list[float]) -> None:
-    found = numpy.array(whitened(values))
+@given(st.lists(st.floats(-10, 10), min_size=1, max_size=20), st.booleans())
+def test_normalized_values_have_deviation_1(values: list[float], center: bool) -> None:
+    found = numpy.array(normalized(values, center=center))
     if max(values) - min(values) < 1e-3:
         assert numpy.isfinite(found).all()
         return
-    assert found.mean() == pytest.approx(0, abs=1e-6) and found.std() == pytest.approx(1, rel=1e-2)
+    assert found.std() == pytest.approx(1, rel=1e-2)
+    if center:
+        assert found.mean() == pytest.approx(0, abs=1e-6)
+    else:
+        assert [value == 0 for value in found] == [value == 0 for value in values], "zero stays zero"
 
 
 def test_the_penalty_of_long_answers() -> None:
     penalties = [overlong_penalty(n, limit=100, buffer=20) for n in (0, 80, 85, 100, 101)]
     assert penalties == [0.0, 0.0, -0.25, -1.0, -1.0]
-    assert [overlong_penalty(n, limit=100, buffer=0) for n in (100, 101)] == [0.0, -1.0]

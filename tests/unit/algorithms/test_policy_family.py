@@ -10,6 +10,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from pydantic import ValidationError
 from torch import Tensor
 
 from areal.algorithms.cispo import Cispo, CispoOptions
@@ -21,7 +22,7 @@ from areal.algorithms.lite_ppo import LitePpo
 from areal.algorithms.reinforce import Reinforce, ReinforcePlusPlus
 from areal.algorithms.rloo import Rloo
 from areal.algorithms.sapo import Sapo, SapoOptions
-from areal.contracts.algorithm import Algorithm, NormalizesBatch, TokenBatch
+from areal.contracts.algorithm import Algorithm, NormalizesBatch, SelectsGroups, TokenBatch
 from areal.contracts.messages import Completion, Group, Outcome, Prompt, Row, Trajectory
 
 ALL: list[Callable[[], Any]] = [
@@ -249,17 +250,25 @@ def row(advantage: float, num_trained: int) -> Row:
     )
 
 
-@pytest.mark.parametrize("make", [ReinforcePlusPlus, LitePpo])
-def test_a_step_is_normalised_over_its_tokens(make: Callable[[], Any]) -> None:
-    algorithm = make()
+def trained(rows: list[Row]) -> list[float]:
+    return [a for r in rows for a, is_trained in zip(r.advantages, r.loss_mask, strict=True) if is_trained]
+
+
+def test_a_step_is_normalised_over_its_tokens() -> None:
+    algorithm = ReinforcePlusPlus()
     assert isinstance(algorithm, NormalizesBatch) and isinstance(algorithm, Algorithm)
     rows = algorithm.normalize([row(1.0, 1), row(0.0, 3)])
-    tokens = [a for r in rows for a, trained in zip(r.advantages, r.loss_mask, strict=True) if trained]
     # Mean 1/4, variance 3/16.
-    assert tokens == pytest.approx([3 / 3**0.5, *[-1 / 3**0.5] * 3], rel=1e-5)
+    assert trained(rows) == pytest.approx([3 / 3**0.5, *[-1 / 3**0.5] * 3], rel=1e-5)
     assert [r.advantages[0] for r in rows] == [0.0, 0.0]
     assert algorithm.normalize([row(2.0, 2), row(2.0, 1)])[0].advantages == (0.0, 0.0, 0.0)
     assert algorithm.normalize([]) == []
+
+
+def test_lite_ppo_divides_by_the_steps_deviation_and_moves_nothing() -> None:
+    rows = LitePpo().normalize([row(0.5, 1), row(-0.5, 2), row(0.0, 3)])
+    deviation = (3 * 0.25 / 6 - (0.5 / 6) ** 2) ** 0.5
+    assert trained(rows) == pytest.approx([x / deviation for x in (0.5, -0.5, -0.5, 0, 0, 0)], rel=1e-5)
 
 
 def test_without_a_batch_scale_rows_stay() -> None:
@@ -272,8 +281,14 @@ def test_daposs_penalty_for_long_answers() -> None:
     options = DapoOptions(overlong_limit=10, overlong_buffer=4, overlong_factor=0.5)
     rewards = Dapo(options).rewards(group(1.0, 1.0, 1.0, None, 1.0, lengths=(6, 8, 10, 9, 12)))
     assert rewards == [1.0, 0.75, 0.5, None, 0.5]
-    assert Dapo(DapoOptions(overlong_limit=10)).rewards(group(1.0, 1.0, lengths=(10, 11))) == [1.0, 0.0]
+    with pytest.raises(ValidationError, match="overlong_buffer 0 must lie between 1 and overlong_limit 10"):
+        DapoOptions(overlong_limit=10)
     assert Dapo().rewards(group(1.0, lengths=(99,))) == [1.0]
+
+
+def test_bounds_in_the_wrong_order_are_refused() -> None:
+    with pytest.raises(ValidationError, match="behavior_floor 6 is above behavior_cap 5"):
+        GrpoOptions(behavior_floor=6.0)
 
 
 def test_the_gates_temperature_follows_the_sign() -> None:
@@ -284,3 +299,14 @@ def test_the_gates_temperature_follows_the_sign() -> None:
     case.proximal = case.behavior = [torch.tensor([-1.7], dtype=torch.float64) for _ in range(2)]
     _, ((up,), (down,)) = case.loss(sharp)
     assert abs(down) < abs(up)
+
+
+def test_dapo_passes_over_groups_without_a_difference() -> None:
+    dapo = Dapo()
+    assert isinstance(dapo, SelectsGroups)
+    assert dapo.keep(group(1.0, 0.0)) and dapo.keep(group(None, 1.0, 0.0))
+    assert not any(dapo.keep(g) for g in (group(1.0, 1.0), group(1.0), group(None, None), group(None, 0.0)))
+    assert Dapo(DapoOptions(dynamic_sampling=False)).keep(group(1.0, 1.0))
+    # Length makes no difference that could be learned from.
+    penalised = Dapo(DapoOptions(overlong_limit=4, overlong_buffer=2))
+    assert not penalised.keep(group(1.0, 1.0, lengths=(2, 9)))

@@ -2,14 +2,24 @@
 
 from __future__ import annotations
 
+import copy
 import pickle
-from dataclasses import FrozenInstanceError
+from dataclasses import FrozenInstanceError, dataclass
 from typing import Any
 
 import pytest
 
 from areal.contracts.environment import Reply
-from areal.contracts.messages import Completion, Outcome, Row, Sampling, Trajectory
+from areal.contracts.messages import (
+    Completion,
+    GenerateRequest,
+    Group,
+    Outcome,
+    Prompt,
+    Row,
+    Sampling,
+    Trajectory,
+)
 
 
 def turn(*versions: int) -> Completion:
@@ -84,3 +94,24 @@ def test_a_reply_is_finished_by_the_model_alone(reason: Any, finished: bool) -> 
         uid="u", prompt_ids=(1,), token_ids=(2,), logprobs=(0.0,), versions=(0,), finish_reason=reason
     )
     assert Reply(text="x", completion=completion).finished is finished
+
+
+@dataclass(frozen=True, kw_only=True)
+class Harder(Prompt):
+    """A plugin's prompt with a field of its own."""
+
+    difficulty: float = 0.0
+
+
+def test_messages_travel_whole() -> None:
+    prompt = Prompt(environment="e", index=3, messages=({"role": "user", "content": "?"},), answer="4")
+    turn = Completion(
+        uid="0/0/0", prompt_ids=(1,), token_ids=(2,), logprobs=(-0.5,), versions=(7,), finish_reason="stop"
+    )
+    trajectory = Trajectory(group=0, sample=1, turns=(turn,), outcome=Outcome.scored(0.5, accuracy=1.0))
+    request = GenerateRequest(uid="0/0/0", prompt_ids=(1,), sampling=Sampling(top_k=3), seed=5)
+    harder = Harder(environment="e", index=1, messages=(), difficulty=0.75)
+    for message in (prompt, request, Group(number=0, prompt=prompt, trajectories=(trajectory,)), harder):
+        for protocol in range(pickle.HIGHEST_PROTOCOL + 1):
+            assert pickle.loads(pickle.dumps(message, protocol)) == message
+        assert copy.deepcopy(message) == message

@@ -69,9 +69,9 @@ async def test_a_lost_engine_is_told_ended_and_replaced_under_a_new_name() -> No
     site = Site(engine)
     await site.fleet.add()
     await site.fleet.committed(["engine-0"])
-    await site.fleet.lost("engine-0", "signal 9")
+    assert await site.fleet.lost("engine-0", "signal 9")
     assert site.told[-1] == [] and engine.closed and not site.fleet.members
-    await site.fleet.lost("engine-0", "told twice")
+    assert not await site.fleet.lost("engine-0", "told twice"), "one death, one replacement"
     await site.fleet.add()
     assert site.spawned == ["engine-0", "engine-1"] and site.fleet.joining
     await site.fleet.committed(["engine-1"])

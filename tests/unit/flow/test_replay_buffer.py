@@ -16,7 +16,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from areal.contracts.messages import StepReport, Trajectory
 from areal.errors import JournalError
-from areal.flow.buffer.buffer import OnExcess, ReplayBuffer, staleness
+from areal.flow.buffer.buffer import MOST_PASSED_OVER, OnExcess, ReplayBuffer, staleness
 from areal.flow.buffer.journal import Issued, Journal
 
 
@@ -85,6 +85,33 @@ async def test_stale_groups_are_journalled_even_when_the_rest_does_not_suffice(j
     assert (buffer.num_ready, buffer.num_stale_dropped) == (2, 1)
     assert journal._rows("SELECT group_number, step, fate FROM consumed") == [(1, 4, "stale")]
     assert [group.number for group in buffer.take(2, 3, 4) or []] == [0, 2]
+
+
+async def test_groups_that_the_algorithm_passes_over_are_journalled_and_bounded(journal: Journal) -> None:
+    buffer = ReplayBuffer(journal, max_staleness=0, on_excess="allow", keep=lambda group: group.number % 2 == 1)
+    numbers = range(2 * MOST_PASSED_OVER + 6)
+    buffer.expect([issue(number) for number in numbers])
+    for number in numbers[:4]:
+        await fill(buffer, number)
+    assert buffer.take(3, 0, 1) is None
+    assert (buffer.num_ready, buffer.num_passed_over, buffer.num_dropped) == (2, 2, 2)
+    assert journal._rows("SELECT group_number, step, fate FROM consumed") == [
+        (0, 1, "passed_over"),
+        (2, 1, "passed_over"),
+    ]
+    assert [group.number for group in buffer.collect_passed_over()] == [0, 2] and not buffer.collect_passed_over()
+    await fill(buffer, 5)
+    assert [group.number for group in buffer.take(3, 0, 1) or []] == [1, 3, 5]
+    # Nothing but unwanted groups: after so many a step takes what there is.
+    for number in numbers[6::2]:
+        await fill(buffer, number)
+    assert buffer.take(1, 0, 2) is None and buffer.num_ready == 0
+    left = [number + 100 for number in numbers]
+    buffer.expect([issue(2 * number) for number in left])
+    for number in left[:MOST_PASSED_OVER]:
+        await fill(buffer, 2 * number)
+    taken = buffer.take(1, 0, 2) or []
+    assert [group.number for group in taken] and all(group.number % 2 == 0 for group in taken)
 
 
 @pytest.mark.parametrize("on_excess", ["mask", "allow"])

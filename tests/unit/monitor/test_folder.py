@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import time
 from pathlib import Path
@@ -42,6 +43,24 @@ def test_only_one_controller_at_a_time() -> None:
     first.unlock()
     second.lock()
     second.unlock()
+
+
+def test_a_file_system_without_locks_is_used_all_the_same(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def refuse(handle: int, mode: int) -> None:
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr("areal.monitor.folder.fcntl.flock", refuse)
+    folder = RunFolder.create("runs", "math", "")
+    folder.lock()
+    folder.unlock()
+    assert "cannot be locked (No locks available)" in caplog.text
+
+
+def test_a_folder_that_is_gone_cannot_be_locked() -> None:
+    with pytest.raises(JournalError, match="cannot be written: No such file or directory"):
+        RunFolder(Path("nowhere")).lock()
 
 
 @pytest.mark.usefixtures("noon")

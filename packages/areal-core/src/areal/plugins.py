@@ -11,6 +11,7 @@ import re
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from importlib import metadata
 from pathlib import Path
 from typing import Any, Literal
@@ -118,25 +119,34 @@ class Plugins:
         return ""
 
     def ask(self, name: str, /, **arguments: Any) -> Any:
-        """Return the first answer to a question hook, or None; a plugin that raises has not answered."""
-        return next((answer for answer in self._answers(name, arguments) if answer is not None), None)
+        """Return the first answer to a question hook, or None; PluginError when a plugin fails before one answers."""
+        for plugin, call in self._calls(name, arguments):
+            try:
+                answer = call()
+            except (Exception, SystemExit) as error:
+                raise PluginError(
+                    f"plugin {plugin!r} failed in {name}: {_describe(error)}; --block it to go on without"
+                ) from error
+            if answer is not None:
+                return answer
+        return None
 
     def announce(self, name: str, /, **arguments: Any) -> None:
         """Call an announcement hook; a plugin that raises is logged by name and the others are still called."""
-        for _ in self._answers(name, arguments):
-            pass
+        for plugin, call in self._calls(name, arguments):
+            try:
+                call()
+            except (Exception, SystemExit) as error:
+                _log.warning("plugin %r failed in %s and was passed over: %s", plugin, name, _describe(error))
+                _log.debug("the failure of plugin %r", plugin, exc_info=error)
 
-    def _answers(self, name: str, arguments: Mapping[str, Any]) -> Iterator[Any]:
-        """Call one plugin after the other, the last registered first."""
+    def _calls(self, name: str, arguments: Mapping[str, Any]) -> Iterator[tuple[str, Callable[[], Any]]]:
+        """Return each plugin's name and its call, the last registered first."""
         implementations: list[pluggy.HookImpl] = getattr(self._manager.hook, name).get_hookimpls()
         for implementation in reversed(implementations):
             others = [other.plugin for other in implementations if other.plugin is not implementation.plugin]
-            try:
-                yield self._manager.subset_hook_caller(name, others)(**arguments)
-            except (Exception, SystemExit) as error:
-                plugin = implementation.plugin_name
-                _log.warning("plugin %r failed in %s and was passed over: %s", plugin, name, _describe(error))
-                _log.debug("the failure of plugin %r", plugin, exc_info=error)
+            alone = self._manager.subset_hook_caller(name, others)
+            yield implementation.plugin_name, partial(alone, **arguments)
 
     def _unknown(self, kind: str, name: str) -> str:
         offers = self.offers(kind)

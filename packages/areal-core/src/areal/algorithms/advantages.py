@@ -11,6 +11,7 @@ EPS = 1e-6
 
 
 Baseline = Literal["group_mean", "leave_one_out", "none"]
+Scale = Literal["group", "batch", "batch_std", "none"]
 
 
 def group_advantages(
@@ -44,21 +45,20 @@ def group_advantages(
 def overlong_penalty(num_tokens: int, *, limit: int, buffer: int) -> float:
     """Return DAPO's soft penalty for long answers, in -1..0 (arXiv 2503.14476, equation 13).
 
-    0 up to ``limit - buffer`` tokens, then falling linearly to -1 at `limit` tokens and beyond.
+    0 up to ``limit - buffer`` tokens, then falling linearly to -1 at `limit` tokens and beyond; `buffer` above 0.
     """
     over = num_tokens - (limit - buffer)
-    if over <= 0:
-        return 0.0
-    return -min(1.0, over / buffer) if buffer else -1.0
+    return -min(1.0, over / buffer) if over > 0 else 0.0
 
 
-def whitened(values: Sequence[float]) -> list[float]:
-    """Return ``(value - mean) / (std + EPS)``, std the biased one; equal values give exactly 0.
+def normalized(values: Sequence[float], *, center: bool) -> list[float]:
+    """Return values over their biased standard deviation (plus EPS), less their mean before if `center`.
 
-    Batch normalisation of advantages as in REINFORCE++ (arXiv 2501.03262).
+    Normalisation of a step's advantages: centred as in REINFORCE++ (arXiv 2501.03262), divided only as in Lite PPO
+    (arXiv 2508.08221). Equal values have nothing to be divided by: they give 0 if centred, else stay.
     """
     if not values or min(values) == max(values):
-        return [0.0] * len(values)
+        return [0.0] * len(values) if center else list(values)
     mean = statistics.fmean(values)
     scale = statistics.pstdev(values, mean) + EPS
-    return [(value - mean) / scale for value in values]
+    return [(value - mean if center else value) / scale for value in values]

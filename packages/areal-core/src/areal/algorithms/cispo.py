@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Literal
 
 from pydantic import Field, NonNegativeFloat
 
@@ -22,6 +22,8 @@ class CispoOptions(GrpoOptions):
     """The weight is at least 1 - clip_low."""
     clip_high: NonNegativeFloat = 4.0
     """The weight is at most 1 + clip_high."""
+    behavior_mode: Literal["clamp", "mask"] = "clamp"
+    """``clamp``: a stale token's weight is bounded; dropping it would silence it."""
 
 
 class Cispo(Grpo):

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from pydantic import NonNegativeFloat, NonNegativeInt
+from typing import Self
+
+from pydantic import NonNegativeFloat, NonNegativeInt, model_validator
 
 from areal.algorithms.advantages import overlong_penalty
 from areal.algorithms.grpo import Grpo, GrpoOptions
@@ -20,6 +22,16 @@ class DapoOptions(GrpoOptions):
     """Tokens before the limit over which the penalty grows from 0."""
     overlong_factor: NonNegativeFloat = 1.0
     """The full penalty, taken off the reward."""
+    dynamic_sampling: bool = True
+    """Pass over groups whose rewards are all equal and sample others in their place, within limits."""
+
+    @model_validator(mode="after")
+    def _penalty_has_room_to_grow(self) -> Self:
+        if self.overlong_limit and not 0 < self.overlong_buffer <= self.overlong_limit:
+            raise ValueError(
+                f"overlong_buffer {self.overlong_buffer} must lie between 1 and overlong_limit {self.overlong_limit}"
+            )
+        return self
 
 
 class Dapo(Grpo):
@@ -28,6 +40,11 @@ class Dapo(Grpo):
     def __init__(self, options: DapoOptions | None = None) -> None:
         self._dapo = options or DapoOptions()
         super().__init__(self._dapo)
+
+    def keep(self, group: Group) -> bool:
+        """Whether the group can teach anything: not when its rewards, before penalties, are all equal."""
+        known = [reward for reward in super().rewards(group) if reward is not None]
+        return not self._dapo.dynamic_sampling or (len(known) > 1 and min(known) < max(known))
 
     def rewards(self, group: Group) -> list[float | None]:
         """Return each sample's reward less its penalty for length, None for one that failed."""

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from typing import Literal
 
+from areal.algorithms.advantages import Scale
 from areal.algorithms.grpo import Grpo, GrpoOptions
 
 
 class DrGrpoOptions(GrpoOptions):
     """Invariant: as `GrpoOptions`; only the defaults differ."""
 
-    scale: Literal["group", "batch", "none"] = "none"
+    scale: Scale = "none"
     """``none``: advantages are not divided by anything."""
     aggregation: Literal["token_mean", "sequence_mean", "fixed_length"] = "fixed_length"
     """``fixed_length``: a sequence's sum is divided by `fixed_length`, whatever its own length."""

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated
 
 from pydantic import Field, NonNegativeFloat
 
-from areal.algorithms.advantages import Baseline, group_advantages
+from areal.algorithms.advantages import Baseline, Scale, group_advantages
 from areal.algorithms.losses import clipped_surrogate
-from areal.algorithms.policy import PolicyGradient, PolicyOptions, rewards_of, whitened_rows
+from areal.algorithms.policy import PolicyGradient, PolicyOptions, normalized_rows, rewards_of
 from areal.algorithms.ratios import ratio
 from areal.contracts.algorithm import TokenBatch
 from areal.contracts.messages import Group, Row
@@ -23,9 +23,9 @@ class GrpoOptions(PolicyOptions):
 
     baseline: Baseline = "group_mean"
     """What a reward is compared with: the group's mean, the mean of the group's others, or nothing."""
-    scale: Literal["group", "batch", "none"] = "group"
-    """``group``: divided by the standard deviation of the group's rewards; ``batch``: advantages of all the step's
-    tokens are brought to mean 0 and standard deviation 1; ``none``: left as they are."""
+    scale: Scale = "group"
+    """``group``: divided by the standard deviation of the group's rewards; ``batch``: the step's tokens are brought
+    to mean 0 and standard deviation 1; ``batch_std``: divided by the step's deviation only; ``none``: left alone."""
     std_floor: NonNegativeFloat = 0.0
     """Smallest standard deviation of a group to divide by; it tames groups with nearly equal rewards."""
     clip_low: Annotated[float, Field(ge=0, le=1)] = 0.2
@@ -64,8 +64,9 @@ class Grpo(PolicyGradient):
         return rewards_of(group)
 
     def normalize(self, rows: Sequence[Row]) -> list[Row]:
-        """Compare the advantages of a whole step, if `scale` is ``batch``."""
-        return whitened_rows(rows) if self.options.scale == "batch" else list(rows)
+        """Compare the advantages of a whole step, if `scale` asks for it."""
+        scale = self.options.scale
+        return normalized_rows(rows, center=scale == "batch") if scale in ("batch", "batch_std") else list(rows)
 
     def surrogate(self, logprobs: Tensor, old: Tensor, batch: TokenBatch) -> tuple[Tensor, Tensor]:
         options = self.options

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Literal
-
+from areal.algorithms.advantages import Scale
 from areal.algorithms.grpo import Grpo, GrpoOptions
 
 
 class LitePpoOptions(GrpoOptions):
     """Invariant: as `GrpoOptions`; only the defaults differ."""
 
-    scale: Literal["group", "batch", "none"] = "batch"
-    """``batch``: advantages of all the step's tokens are brought to mean 0 and standard deviation 1."""
+    scale: Scale = "batch_std"
+    """``batch_std``: advantages are divided by the standard deviation of all the step's tokens."""
 
 
 class LitePpo(Grpo):

@@ -5,11 +5,11 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Literal, Self
 
-from pydantic import NonNegativeFloat, PositiveFloat, PositiveInt
+from pydantic import NonNegativeFloat, PositiveFloat, PositiveInt, model_validator
 
-from areal.algorithms.advantages import whitened
+from areal.algorithms.advantages import normalized
 from areal.algorithms.ratios import behavior_weight, kl_estimate, sequence_mean
 from areal.contracts.algorithm import TokenBatch
 from areal.contracts.messages import Group, Row
@@ -41,6 +41,12 @@ class PolicyOptions(Options):
     """Tokens; read by ``fixed_length`` only, usually ``sampling.max_new_tokens``."""
     entropy_coefficient: NonNegativeFloat = 0.0
     """Weight of the entropy bonus (nats per token)."""
+
+    @model_validator(mode="after")
+    def _bounds_are_in_order(self) -> Self:
+        if self.behavior_floor > self.behavior_cap:
+            raise ValueError(f"behavior_floor {self.behavior_floor:g} is above behavior_cap {self.behavior_cap:g}")
+        return self
 
 
 class PolicyGradient(ABC):
@@ -113,11 +119,11 @@ def rewards_of(group: Group) -> list[float | None]:
     return [t.outcome.reward if t.outcome.status == "ok" else None for t in group.trajectories]
 
 
-def whitened_rows(rows: Sequence[Row]) -> list[Row]:
-    """Return the rows with their trained tokens' advantages at mean 0 and standard deviation 1 over all rows."""
+def normalized_rows(rows: Sequence[Row], *, center: bool) -> list[Row]:
+    """Return the rows with their trained tokens' advantages at standard deviation 1 (and mean 0) over all rows."""
     per_token = [[a for a, trained in zip(row.advantages, row.loss_mask, strict=True) if trained] for row in rows]
     flat = [advantage for advantages in per_token for advantage in advantages]
-    numbers = iter(whitened(flat))
+    numbers = iter(normalized(flat, center=center))
     return [
         replace(row, advantages=tuple(next(numbers) if trained else 0.0 for trained in row.loss_mask)) for row in rows
     ]

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Literal
-
-from areal.algorithms.advantages import Baseline
+from areal.algorithms.advantages import Baseline, Scale
 from areal.algorithms.grpo import Grpo, GrpoOptions
 
 
@@ -13,7 +11,7 @@ class ReinforceOptions(GrpoOptions):
 
     baseline: Baseline = "none"
     """``none``: the reward is the advantage."""
-    scale: Literal["group", "batch", "none"] = "none"
+    scale: Scale = "none"
     """``none``: advantages are not divided by anything."""
 
 
@@ -27,7 +25,7 @@ class Reinforce(Grpo):
 class ReinforcePlusPlusOptions(ReinforceOptions):
     """Invariant: as `GrpoOptions`; only the defaults differ. ``baseline: group_mean`` is REINFORCE++-baseline."""
 
-    scale: Literal["group", "batch", "none"] = "batch"
+    scale: Scale = "batch"
     """``batch``: advantages of all the step's tokens are brought to mean 0 and standard deviation 1."""
 
 

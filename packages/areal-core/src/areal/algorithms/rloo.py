@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Literal
-
-from areal.algorithms.advantages import Baseline
+from areal.algorithms.advantages import Baseline, Scale
 from areal.algorithms.grpo import Grpo, GrpoOptions
 
 
@@ -13,7 +11,7 @@ class RlooOptions(GrpoOptions):
 
     baseline: Baseline = "leave_one_out"
     """``leave_one_out``: the mean of the group's other rewards."""
-    scale: Literal["group", "batch", "none"] = "none"
+    scale: Scale = "none"
     """``none``: advantages are not divided by anything."""
 
 

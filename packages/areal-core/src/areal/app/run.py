@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import signal
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AsyncExitStack
 from pathlib import Path
 
@@ -14,8 +14,9 @@ from rich.console import Console
 from areal.app.resolve import Chosen, Resolved, choose, resolve
 from areal.app.workers import Workers, with_path
 from areal.config import RunConfig, dump, load_recipe
+from areal.contracts.algorithm import SELECTS_GROUPS, SelectsGroups
 from areal.contracts.cluster import Cluster, Handle
-from areal.contracts.messages import StepReport, Version
+from areal.contracts.messages import Group, StepReport, Version
 from areal.contracts.run import RunInfo
 from areal.contracts.specs import TrackerContext
 from areal.contracts.tracker import Tracker
@@ -172,19 +173,14 @@ class Controller:
         if not spec.steps:
             return
         mixture = self._mixture(crew, f"{self._config.seed}/warm-up")
+        deadline_s = self._config.training.step_timeout_s
 
         async def demonstrate(num: int) -> Sequence[Demonstration]:
-            return await crew.any().call("demonstrations", [mixture.next() for _ in range(num)])
+            draws = [mixture.next() for _ in range(num)]
+            return await crew.any().call("demonstrations", draws, deadline_s=deadline_s)
 
         losses: list[float] = []
-        await warm_up(
-            trainer,
-            demonstrate,
-            spec,
-            self._resolved.sft,
-            lambda _, loss: losses.append(loss),
-            self._config.training.step_timeout_s,
-        )
+        await warm_up(trainer, demonstrate, spec, self._resolved.sft, lambda _, loss: losses.append(loss), deadline_s)
         self._console.print(
             f"supervised warm-up: {spec.steps} steps, loss {losses[0]:.2f} -> {losses[-1]:.2f}", highlight=False
         )
@@ -209,7 +205,12 @@ class Controller:
         config = self._config
         reshard = self._resolved.reshard or self._choose_resharder(source, fleet)
         mixture = self._mixture(crew, config.seed)
-        buffer = ReplayBuffer(journal, max_staleness=config.staleness.max, on_excess=config.staleness.on_excess)
+        buffer = ReplayBuffer(
+            journal,
+            max_staleness=config.staleness.max,
+            on_excess=config.staleness.on_excess,
+            keep=_selection(self._resolved.algorithm),
+        )
         if recovery:
             mixture.skip_to(recovery.num_issued)
             buffer.restore(recovery.complete, [issued for issued, _ in recovery.unfinished])
@@ -292,6 +293,14 @@ class Controller:
 
         for number in (signal.SIGINT, signal.SIGTERM):
             loop.add_signal_handler(number, interrupt)
+
+
+def _selection(algorithm: Chosen) -> Callable[[Group], bool] | None:
+    """Return how the algorithm selects groups; only one that says it does is loaded here, where torch is not."""
+    if SELECTS_GROUPS not in algorithm.component.capabilities:
+        return None
+    made: SelectsGroups = algorithm.component.load()(algorithm.options)
+    return made.keep
 
 
 class RunObserver:

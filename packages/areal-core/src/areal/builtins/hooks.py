@@ -132,6 +132,7 @@ def areal_algorithms() -> list[Component]:
             factory=f"areal.algorithms.{path}",
             options=f"areal.algorithms.{path}Options",
             summary=summary,
+            capabilities=frozenset({"selects_groups"} if name == "dapo" else ()),
         )
         for name, path, summary in made
     ]

@@ -259,10 +259,12 @@ class RayCluster:
             task.cancel()
         await asyncio.gather(*self._lifelines.values(), return_exceptions=True)
         handles = list(self._handles.values())
-        await asyncio.gather(*(handle.close() for handle in handles))
-        for handle in handles:
-            await handle.kill()
-        await asyncio.to_thread(ray.shutdown)
+        try:
+            await asyncio.gather(*(handle.close() for handle in handles))
+        finally:  # also when the user does not want to wait
+            for handle in handles:
+                await handle.kill()
+            await asyncio.to_thread(ray.shutdown)
 
 
 def death_reason(error: RayError, log_file: str) -> str:

@@ -64,6 +64,19 @@ class Algorithm(Protocol):
         ...
 
 
+SELECTS_GROUPS = "selects_groups"
+"""Capability of an algorithm that implements `SelectsGroups`; such a class is also loaded by the controller."""
+
+
+@runtime_checkable
+class SelectsGroups(Protocol):
+    """Optional: an algorithm that passes over finished groups. Invariant: the answer depends on the group alone."""
+
+    def keep(self, group: Group) -> bool:
+        """Whether the group is to be trained on; in the place of others new prompts are issued."""
+        ...
+
+
 @runtime_checkable
 class NormalizesBatch(Protocol):
     """Optional: an algorithm that compares a whole step. Invariant: tokens, masks and logprobs stay as they were."""

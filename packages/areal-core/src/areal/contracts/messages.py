@@ -30,11 +30,20 @@ def _pickled_fast(message: type[_Message]) -> type[_Message]:
     put = [getattr(message, name).__set__ for name in names]  # a frozen object cannot be set otherwise
     take = attrgetter(*names)
 
-    def setstate(self: Any, state: tuple[Any, ...]) -> None:
+    def getstate(self: Any) -> Any:
+        if type(self) is message:
+            return take(self)
+        return {part.name: getattr(self, part.name) for part in fields(self)}  # a subclass may have more
+
+    def setstate(self: Any, state: Any) -> None:
+        if isinstance(state, dict):
+            for name, value in state.items():  # pyright: ignore[reportUnknownVariableType]
+                object.__setattr__(self, name, value)  # pyright: ignore[reportUnknownArgumentType]
+            return
         for place, value in zip(put, state, strict=True):
             place(self, value)
 
-    message.__getstate__ = lambda self: take(self)  # pyright: ignore
+    message.__getstate__ = getstate  # pyright: ignore
     message.__setstate__ = setstate  # pyright: ignore
     return message
 

@@ -185,14 +185,15 @@ class Loop:
         """Return the oldest full batch, or None when the run is to stop."""
         stages, step = self._stages, self._step + 1
         while not self._stopping:
-            dropped = stages.buffer.num_stale_dropped
+            dropped = stages.buffer.num_dropped
             groups = stages.buffer.take(self._settings.batch_size, self._step, step)
-            stages.pacing.drop(stages.buffer.num_stale_dropped - dropped)
+            stages.pacing.drop(stages.buffer.num_dropped - dropped)
             if groups is not None:
                 return groups
             if stages.fleet.joining:
                 await self._committed()
-                await self._publish()
+                if stages.fleet.joining:  # that publish was made without it
+                    await self._publish()
             try:
                 async with asyncio.timeout(self._settings.quiet_time_s):
                     await stages.buffer.changed()
@@ -244,11 +245,17 @@ class Loop:
         stages = self._stages
         ages = [staleness(group, version) for group in groups]
         extra, self._extra = self._extra, {}
+        summary = dict(summarise(groups))
+        if passed_over := stages.buffer.collect_passed_over():
+            # The policy's reward is that of all it answered, not of what was chosen to train on.
+            everything = summarise([*groups, *passed_over])
+            summary |= {name: value for name, value in everything.items() if name.startswith(("reward/", "task/"))}
         return {
-            **summarise(groups),
+            **summary,
             "staleness/mean": sum(ages) / len(ages),
             "staleness/max": float(max(ages)),
             "staleness/dropped_groups": float(stages.buffer.num_stale_dropped),
+            "rollout/passed_over_groups": float(stages.buffer.num_passed_over),
             "buffer/ready_groups": float(stages.buffer.num_ready),
             "buffer/running_groups": float(stages.buffer.num_gathering),
             "rollout/reissued_groups": float(stages.crew.num_reissued),
@@ -282,8 +289,8 @@ class Loop:
             published = await staged.commit()
             self._extra |= published.metrics
             for name, reason in published.failed.items():
-                await stages.fleet.lost(name, reason)
-                self._tasks.start(self._replace_engine())
+                if await stages.fleet.lost(name, reason):  # else the watcher was first
+                    self._tasks.start(self._replace_engine())
             await stages.fleet.committed(list(published.committed))
         stages.journal.published(version)
         stages.pacing.publish(version)
@@ -302,6 +309,7 @@ class Loop:
             self._evaluating = self._tasks.start(self._evaluated(self._step))
 
     async def _evaluated(self, step: int) -> None:
+        await self._committed()  # the engines may still be reading this step's weights
         prompts = test_prompts(self._stages.crew.num_prompts, self._settings.evaluation_prompts)
         groups = await evaluate(self._stages.crew, prompts)
         metrics = {f"eval/{name}": value for name, value in summarise(groups).items()}
@@ -312,8 +320,8 @@ class Loop:
         """Replace workers that die. Waits for deaths, which the cluster reports."""
         async for death in self._stages.cluster.watch():
             if death.name in self._stages.fleet.members:
-                await self._stages.fleet.lost(death.name, death.reason)
-                self._tasks.start(self._replace_engine())
+                if await self._stages.fleet.lost(death.name, death.reason):
+                    self._tasks.start(self._replace_engine())
             elif death.name.startswith("engine"):
                 continue  # it died while it started: whoever started it has the error
             elif death.name.startswith("rollout"):

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import fcntl
+import logging
 import os
 import time
 from pathlib import Path
 
 from areal.errors import ConfigError, JournalError, did_you_mean
+
+_log = logging.getLogger(__name__)
 
 
 class RunFolder:
@@ -50,15 +53,20 @@ class RunFolder:
     def lock(self) -> None:
         """Keep other controllers out until this process ends; JournalError when one is at work already."""
         # Held by the open file: the kernel lets go however the process ends.
-        self._lock = os.open(self.path / "lock", os.O_RDWR | os.O_CREAT, 0o644)
+        try:
+            self._lock = os.open(self.path / "lock", os.O_RDWR | os.O_CREAT, 0o644)
+        except OSError as error:
+            raise JournalError(f"the run's folder {self.path} cannot be written: {error.strerror}") from error
         try:
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:
+        except BlockingIOError as error:
             owner = os.read(self._lock, 32).decode(errors="replace") or "unknown"
             os.close(self._lock)
             raise JournalError(
                 f"run {self.path.name} is still going on in process {owner}; wait for its end or stop it with Ctrl-C"
             ) from error
+        except OSError as error:  # some network file systems have no locks
+            _log.warning("%s cannot be locked (%s); take care to run it once at a time", self.path, error.strerror)
         os.ftruncate(self._lock, 0)
         os.write(self._lock, str(os.getpid()).encode())
 

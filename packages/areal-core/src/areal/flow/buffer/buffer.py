@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
 from areal.contracts.messages import Group, Prompt, Trajectory, Version
-from areal.flow.buffer.journal import Issued, Journal
+from areal.flow.buffer.journal import Fate, Issued, Journal
 
 OnExcess = Literal["drop", "mask", "allow"]
+
+MOST_PASSED_OVER = 8
+"""Groups passed over for each group of a step; beyond it a step takes what there is, so that a policy that always or
+never succeeds does not sample for ever."""
 
 
 def staleness(group: Group, version: Version) -> int:
@@ -41,7 +45,15 @@ class ReplayBuffer:
     With ``on_excess`` drop, no group handed out exceeds the bound: it is journalled as stale and counted instead.
     """
 
-    def __init__(self, journal: Journal, *, max_staleness: int, on_excess: OnExcess) -> None:
+    def __init__(
+        self,
+        journal: Journal,
+        *,
+        max_staleness: int,
+        on_excess: OnExcess,
+        keep: Callable[[Group], bool] | None = None,
+    ) -> None:
+        """`keep`: whether the algorithm wants a finished group; None: all of them."""
         self._journal = journal
         self._max_staleness = max_staleness
         self._on_excess: OnExcess = on_excess
@@ -50,7 +62,12 @@ class ReplayBuffer:
         self._arrived: list[tuple[int, Prompt | Trajectory]] = []
         self._changed = asyncio.Event()
         self._failure: Exception | None = None
+        self._keep = keep
+        self._wanted: set[int] = set()
+        self._passed_over: list[Group] = []
+        self._num_passed_over_now = 0
         self.num_stale_dropped = 0
+        self.num_passed_over = 0
 
     def expect(self, groups: Sequence[Issued]) -> None:
         """Journal that these groups were handed out; their trajectories may arrive from now on."""
@@ -136,21 +153,52 @@ class ReplayBuffer:
         if self._failure is not None:
             raise self._failure
 
+    def collect_passed_over(self) -> list[Group]:
+        """Return the groups passed over since the last call."""
+        collected, self._passed_over = self._passed_over, []
+        return collected
+
+    @property
+    def num_dropped(self) -> int:
+        """Groups that left untrained, for whatever reason."""
+        return self.num_stale_dropped + self.num_passed_over
+
     def take(self, num_groups: int, version: Version, step: int) -> list[Group] | None:
         """Return the oldest `num_groups` for `step` on weights `version`, or None while there are not enough.
 
-        Stale groups leave here under ``drop``, whether or not the rest suffices.
+        Stale groups leave here under ``drop``, whether or not the rest suffices, and so do those passed over.
         """
         if self._on_excess == "drop":
             self._drop_stale(version, step)
+        self._pass_over(num_groups, step)
         if len(self._ready) < num_groups:
             return None
-        return [self._ready.pop(number) for number in sorted(self._ready)[:num_groups]]
+        self._num_passed_over_now = 0
+        taken = sorted(self._ready)[:num_groups]
+        self._wanted.difference_update(taken)
+        return [self._ready.pop(number) for number in taken]
 
     def _drop_stale(self, version: Version, step: int) -> None:
         stale = [n for n, group in self._ready.items() if staleness(group, version) > self._max_staleness]
-        if stale:
-            self._journal.dropped(stale, step, "stale")
-            for number in stale:
+        self._drop(stale, step, "stale")
+        self.num_stale_dropped += len(stale)
+
+    def _pass_over(self, num_groups: int, step: int) -> None:
+        if self._keep is None:
+            return
+        # Each group is asked about once; `take` runs whenever something arrives.
+        asked = [number for number in sorted(self._ready) if number not in self._wanted]
+        self._wanted |= {number for number in asked if self._keep(self._ready[number])}
+        most = MOST_PASSED_OVER * num_groups - self._num_passed_over_now
+        unwanted = [number for number in asked if number not in self._wanted][:most]
+        self._passed_over += [self._ready[number] for number in unwanted]
+        self._drop(unwanted, step, "passed_over")
+        self._num_passed_over_now += len(unwanted)
+        self.num_passed_over += len(unwanted)
+
+    def _drop(self, numbers: Sequence[int], step: int, fate: Fate) -> None:
+        if numbers:
+            self._journal.dropped(numbers, step, fate)
+            self._wanted.difference_update(numbers)
+            for number in numbers:
                 del self._ready[number]
-            self.num_stale_dropped += len(stale)

@@ -19,8 +19,8 @@ from areal.contracts.messages import Group, Prompt, StepReport, Trajectory, Vers
 from areal.errors import JournalError
 from areal.flow.buffer.codec import decode_prompt, decode_trajectory, encode_prompt, encode_trajectory
 
-Fate = Literal["trained", "stale"]
-"""Why a group left the buffer: a step took it, or it was too old."""
+Fate = Literal["trained", "stale", "passed_over"]
+"""Why a group left the buffer: a step took it, it was too old, or the algorithm did not want it."""
 
 SCHEMA_VERSION = 1
 _SCHEMA = """

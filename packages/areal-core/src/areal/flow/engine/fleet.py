@@ -57,17 +57,21 @@ class Fleet:
         if newly:
             await self._tell()
 
-    async def lost(self, name: str, reason: str) -> None:
-        """Take a replica out; WorkerFailed when it may not be replaced any more."""
+    async def lost(self, name: str, reason: str) -> bool:
+        """Take a replica out; return whether it was still in, and so is to be replaced.
+
+        WorkerFailed when it may not be replaced any more.
+        """
         member = self.members.pop(name, None)
         if member is None:
-            return
+            return False
         if member.serving:
             await self._tell()
         await member.handle.kill()
         if self._restarts_left == 0:
             raise WorkerFailed(f"{name} was lost and the run's budget of engine restarts is used up: {reason}")
         self._restarts_left -= 1
+        return True
 
     @property
     def joining(self) -> bool:

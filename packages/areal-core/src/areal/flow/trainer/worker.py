@@ -71,13 +71,13 @@ class TrainerWorker:
         rows: list[Row] = []
         for group in request.groups:
             rows += rows_of(group, self._algorithm.advantages(group))
-        if isinstance(self._algorithm, NormalizesBatch):
-            rows = self._algorithm.normalize(rows)
         num_masked = 0
         if request.oldest_version is not None:
             masked = [mask_stale(row, request.oldest_version) for row in rows]
             rows = [row for row, _ in masked]
             num_masked = sum(taken for _, taken in masked)
+        if isinstance(self._algorithm, NormalizesBatch):
+            rows = self._algorithm.normalize(rows)
         metrics = self._update(rows, request.step)
         return metrics | {"staleness/masked_tokens": float(num_masked), "time/train_s": time.perf_counter() - began}
 
