@@ -51,7 +51,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-ALGORITHMS = sorted(discover().offers("algorithm").keys() - {"grpo"})
+ALGORITHMS = sorted(discover().offers("algorithm").keys() - {"grpo", "sft"})
 
 
 @pytest.mark.parametrize(("name", "steps"), [("grpo", STEPS), *((name, 4) for name in ALGORITHMS)])
