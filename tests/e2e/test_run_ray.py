@@ -136,6 +136,19 @@ def test_first_ctrl_c_finishes_the_step_and_resume_goes_on(
     assert len(trained) == len({group for group, _ in trained}) == 4 * (done[-1] + 3)
 
 
+def test_ctrl_c_before_the_first_step_stops_at_once(tmp_path: Path, processes: Processes) -> None:
+    process = start(tmp_path, "run", *SMALL, "training.warmup.steps=100000")
+    processes.append(process)
+    deadline = time.monotonic() + DEADLINE_S
+    while not list(tmp_path.glob("runs/*/logs/trainer-0.log")) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    os.killpg(process.pid, signal.SIGINT)
+    began = time.monotonic()
+    output = finish(process)
+    assert process.returncode == 130 and "stopping before the first step" in output, output
+    assert time.monotonic() - began < 60
+
+
 def test_kill_9_of_the_controller_loses_nothing(tmp_path: Path, processes: Processes) -> None:
     process = start(tmp_path, "run", *SMALL, "training.max_steps=30", "checkpoint.every_steps=4")
     processes.append(process)

@@ -380,3 +380,16 @@ def test_a_plugin_that_fails_to_answer_is_named(install: Install) -> None:
     )
     with pytest.raises(PluginError, match="plugin 'areal-bad/bad' failed in areal_detect_accelerator: OSError: dead"):
         discover().ask("areal_detect_accelerator")
+
+
+def test_a_run_says_which_plugins_are_broken(
+    install: Install, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    from areal.app import run
+    from areal.config import RunConfig
+
+    install("areal-typo", "from areal import hookimpl\n@hookimpl\ndef areal_step_finnished(report):\n    pass")
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(UnknownComponent):
+        run(RunConfig.model_validate({"engine": {"name": "nobody"}}))
+    assert "plugin areal-typo 1.0 is broken and not used: " in caplog.text and "areal_step_finished" in caplog.text

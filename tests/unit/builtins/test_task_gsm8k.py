@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from areal.builtins.tasks.answers import after_mark, in_tag, last_number
-from areal.builtins.tasks.gsm8k import Gsm8k, Gsm8kOptions, read_dataset
+from areal.builtins.tasks.gsm8k import Gsm8k, Gsm8kOptions, read_dataset, read_jsonl
 from areal.contracts.specs import EnvironmentContext
 from areal.errors import ConfigError, MissingLibrary
 from areal.testing.environment import ScriptedClient
@@ -168,3 +168,11 @@ def test_finding_answers():
 def test_bad_options_are_refused(options: dict[str, Any]):
     with pytest.raises(ValueError, match="validation error"):
         Gsm8kOptions(**options)
+
+
+def test_marks_and_separators_of_other_editors(tmp_path: Path) -> None:
+    path = tmp_path / "windows.jsonl"
+    lines = ['{"question": "one\u2028line", "answer": "#### 1"}', '{"question": "two", "answer": "#### 2"}', ""]
+    path.write_bytes(b"\xef\xbb\xbf" + "\r\n".join(lines).encode())
+    rows = [dict(row) for row in read_jsonl(path)]
+    assert [row["question"] for row in rows] == ["one\u2028line", "two"]

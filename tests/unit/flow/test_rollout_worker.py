@@ -35,6 +35,9 @@ ACTS = [
     "none",
     "text",
     "swallow",
+    "silent",
+    "zero",
+    "status",
 ]
 
 
@@ -58,8 +61,10 @@ class Playground:
         ]
 
     async def episode(self, prompt: Prompt, client: Client) -> Outcome:
-        reply = await client.chat(prompt.messages)
         act = prompt.metadata["act"]
+        if act == "silent":
+            return Outcome.scored(1.0)
+        reply = await client.chat(prompt.messages, max_new_tokens=0 if act == "zero" else None)
         if act in ("hang", "swallow"):
             try:
                 await asyncio.sleep(60)
@@ -87,6 +92,8 @@ class Playground:
                 return Outcome(status="ok", reward=float("nan"), metrics={"accuracy": 1.0})
             case "none":
                 return Outcome(status="ok")
+            case "status":
+                return Outcome(status="great", reward=1.0)  # type: ignore[arg-type]
             case "text":
                 return Outcome(status="ok", reward=1.0, metrics={"accuracy": "high"})  # type: ignore[dict-item]
         return Outcome.scored(completion.token_ids[0] / 10, accuracy=1)
@@ -163,6 +170,9 @@ OUTCOMES = {
     "nothing": ("error", "episode() of play returned None, it must return an Outcome"),
     "nan": ("error", "the reward is nan"),
     "none": ("error", "the reward None is not a number"),
+    "silent": ("error", "the episode of play sampled no tokens; use client.chat"),
+    "zero": ("error", "chat() was asked for max_new_tokens 0; ask for at least 1"),
+    "status": ("error", "episode() of play returned the status 'great', not one of ok, error, timeout"),
     "text": ("error", "ValueError: could not convert string to float: 'high'"),
 }
 
@@ -173,7 +183,8 @@ async def test_how_episodes_end(worker: RolloutWorker, act: str) -> None:
     assert prompt.metadata["act"] == act
     assert set(trajectories) == {0, 1}
     for trajectory in trajectories.values():
-        assert (trajectory.group, trajectory.num_tokens, trajectory.min_version) == (5, 2, 7), "tokens are kept"
+        tokens = (0, None) if act in ("silent", "zero") else (2, 7)
+        assert (trajectory.group, trajectory.num_tokens, trajectory.min_version) == (5, *tokens), "tokens are kept"
         outcome = trajectory.outcome
         if act == "ok":
             assert outcome.status == "ok" and outcome.reward == trajectory.turns[0].token_ids[0] / 10
@@ -269,3 +280,43 @@ def test_a_folder_without_tokenizer(tmp_path: Path) -> None:
     worker = make_worker(str(tmp_path))
     with pytest.raises(WorkerFailed, match=r"no tokenizer could be loaded from .*'model.path' must be a Hugging Face"):
         worker.start()
+
+
+class NoPrompts:
+    """An environment that has something else than prompts."""
+
+    def __init__(self, options: Any, context: EnvironmentContext) -> None:
+        self.found = options
+
+    def prompts(self, split: Split) -> Any:
+        if isinstance(self.found, Exception):
+            raise self.found
+        return self.found
+
+    async def episode(self, prompt: Prompt, client: Client) -> Outcome:
+        raise AssertionError
+
+
+@pytest.mark.parametrize(
+    ("found", "said"),
+    [
+        (iter(()), r"prompts\('train'\) of environment 'odd' returned <tuple_iterator .*it must return a sequence of"),
+        (None, r"prompts\('train'\) of environment 'odd' returned None, it must return a sequence of Prompt"),
+        (FileNotFoundError("data.txt"), r"prompts\('train'\) of environment 'odd' failed: FileNotFoundError: data.txt"),
+    ],
+)
+def test_an_environment_without_prompts_is_named(tokenizer_folder: str, found: Any, said: str) -> None:
+    component = Component(name="odd", factory=f"{__name__}:NoPrompts")
+    choice = EnvironmentChoice(name="odd", component=component, options=found)
+    with pytest.raises(WorkerFailed, match=said):
+        RolloutWorker([choice], tokenizer_folder, Sampling(), 1, 1.0).start()
+
+
+async def test_what_is_no_prompt_fails_its_group(tokenizer_folder: str) -> None:
+    component = Component(name="odd", factory=f"{__name__}:NoPrompts")
+    choice = EnvironmentChoice(name="odd", component=component, options=["a", "b"])
+    worker = RolloutWorker([choice], tokenizer_folder, Sampling(), 1, 1.0)
+    worker.start()
+    request = GroupRequest(number=0, environment="odd", prompt_index=1, samples=(0,))
+    with pytest.raises(WorkerFailed, match=r"prompts\('train'\) of environment 'odd' holds 'b', it must hold Prompt"):
+        await parts_of(worker.run_group(request))

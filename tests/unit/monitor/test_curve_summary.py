@@ -28,6 +28,12 @@ def test_a_rising_curve() -> None:
     assert lines == ["  1.00 ┤   ▄█", "  0.00 ┤ ▄███"]
 
 
+def test_what_is_not_finite_is_left_out_of_the_curve() -> None:
+    assert terminal_curve([0.0, float("inf"), 1.0, float("nan")], width=60, height=1) == "  1.00 ┤ █"
+    assert terminal_curve([float("nan")]) == ""
+    assert len(terminal_curve([-1.7e308, 1.7e308], height=2).splitlines()) == 2
+
+
 def test_a_long_curve_is_averaged_into_the_width() -> None:
     lines = terminal_curve([float(i // 100) for i in range(600)], width=6, height=5).splitlines()
     assert lines[0] == "  5.00 ┤     █" and lines[-1] == "  0.00 ┤ █████"

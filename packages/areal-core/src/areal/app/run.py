@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import signal
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -21,6 +22,7 @@ from areal.contracts.run import RunInfo
 from areal.contracts.specs import TrackerContext
 from areal.contracts.tracker import Tracker
 from areal.contracts.transfer import Layout
+from areal.errors import WorkerFailed
 from areal.flow.buffer.buffer import ReplayBuffer
 from areal.flow.buffer.journal import Journal, Recovery
 from areal.flow.engine.fleet import START_DEADLINE_S, Fleet
@@ -39,6 +41,8 @@ from areal.monitor.summary import Summary
 from areal.monitor.trackers import TrackerGroup
 from areal.plugins import Plugins, discover
 
+_log = logging.getLogger(__name__)
+
 PUBLISH_DEADLINE_S = 300.0
 """A publish that takes longer is a fault, not a large model."""
 TINY_MODEL = "areal.builtins.models.tiny:write_tiny_model"
@@ -48,7 +52,7 @@ MAX_RESTARTS = 8
 
 def run(config: RunConfig, *, block: Sequence[str] = (), console: Console | None = None) -> Summary:
     """Run a recipe to its end and return what it came to. Raises ArealError in one sentence."""
-    plugins = discover(block)
+    plugins = _discover(block)
     resolved = resolve(config, plugins)
     name = config.name or config.model.name or config.environments[0].name
     folder = RunFolder.create(config.runs_dir, name.replace("/", "-"), dump(config))
@@ -58,9 +62,18 @@ def run(config: RunConfig, *, block: Sequence[str] = (), console: Console | None
 def resume(run: str, *, runs_dir: str = "runs", block: Sequence[str] = (), console: Console | None = None) -> Summary:
     """Go on with a run from its last checkpoint. Raises ArealError in one sentence."""
     folder = RunFolder.find(run, runs_dir)
-    plugins = discover(block)
+    plugins = _discover(block)
     resolved = resolve(load_recipe(str(folder.config), resolve=plugins.resolve), plugins)
     return _execute(Controller(resolved, plugins, folder, block, console or Console(), resuming=True))
+
+
+def _discover(block: Sequence[str]) -> Plugins:
+    """Discover plugins and say which are broken: a run without somebody's hooks must not go by unnoticed."""
+    plugins = discover(block)
+    for row in plugins.rows():
+        if row.state == "broken":
+            _log.warning("plugin %s is broken and not used: %s", row.owner, row.reason)
+    return plugins
 
 
 def _execute(controller: Controller) -> Summary:
@@ -145,9 +158,10 @@ class Controller:
         self._loop = Loop(self._settings(), stages, checkpoints.save, observer, step)
         self._announce_start(step)
         unfinished = [issued for issued, _ in recovery.unfinished] if recovery else []
-        if self._interrupted:
-            self._loop.stop()
-        last = await self._loop.run(unfinished)
+        try:
+            last = await self._loop.run(unfinished)
+        except WorkerFailed as error:
+            raise WorkerFailed(f"{error}; go on from what was saved with: areal resume {self._folder.path}") from error
         return await checkpoints.save(last)
 
     async def _start_workers(self, workers: Workers, fleet: Fleet, crew: Crew) -> tuple[Handle, Layout]:
@@ -283,7 +297,9 @@ class Controller:
         task = asyncio.current_task()
 
         def interrupt() -> None:
-            if self._interrupted and task is not None:
+            if task is not None and (self._interrupted or self._loop is None):
+                if self._loop is None:
+                    self._console.print("stopping before the first step", highlight=False)
                 task.cancel()
                 return
             self._interrupted = True

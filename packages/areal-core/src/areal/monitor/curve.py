@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from itertools import pairwise
 from pathlib import Path
@@ -19,12 +20,13 @@ def smooth(values: Sequence[float], window: int) -> list[float]:
 
 def terminal_curve(values: Sequence[float], *, width: int = 60, height: int = 8) -> str:
     """Return the curve as lines of block characters with the scale at the left; empty without values."""
-    if not values:
+    columns = [value for value in _resample(values, width) if math.isfinite(value)]
+    if not columns:
         return ""
-    columns = _resample(values, width)
     low, high = min(columns), max(columns)
-    span = (high - low) or 1.0
-    levels = [(value - low) / span * height for value in columns]
+    # Halves, because the distance of two floats need not be one.
+    span = (high / 2 - low / 2) or 1.0
+    levels = [(value / 2 - low / 2) / span * height for value in columns]
     lines: list[str] = []
     for row in reversed(range(height)):
         cells = (BLOCKS[round(min(max(level - row, 0.0), 1.0) * 8)] for level in levels)

@@ -89,7 +89,8 @@ def load_rows(options: Gsm8kOptions) -> dict[Split, Sequence[Mapping[str, str]]]
 def read_jsonl(path: Path) -> Iterator[Mapping[str, str]]:
     """Yield the rows of a file; ConfigError names the file and the line at the first row that cannot be used."""
     try:
-        lines = path.read_text(encoding="utf-8").splitlines()
+        # utf-8-sig: some editors begin a file with a mark. Not splitlines: a JSON text may hold its other separators.
+        lines = path.read_text(encoding="utf-8-sig").split("\n")
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
         raise ConfigError(f"cannot read {path}: {reason}; option 'data' must name a JSONL file") from None

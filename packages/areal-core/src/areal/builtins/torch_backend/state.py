@@ -71,7 +71,10 @@ def save_state(state: dict[str, Any], path: Path) -> None:
 def load_state(path: Path, device: torch.device) -> dict[str, Any]:
     """Return what `save_state` wrote, its tensors on `device`; JournalError when it cannot be read."""
     if not path.is_file():
-        raise JournalError(f"{str(path.parent)!r} is not a checkpoint of the backend 'torch': it has no {path.name}")
+        raise JournalError(
+            f"{str(path.parent)!r} is not a checkpoint of the backend 'torch': it has no {path.name}; "
+            "put the file back, or start a new run from an older checkpoint with model.path=CHECKPOINT/model"
+        )
     try:
         return torch.load(path, map_location=device, weights_only=True)
     except Exception as error:  # torch.load raises whatever its unpickler meets

@@ -9,6 +9,7 @@ from typing import Any, Protocol
 
 from areal.contracts.environment import Reply
 from areal.contracts.messages import Completion, GenerateRequest, Sampling
+from areal.errors import ConfigError
 
 
 class Generate(Protocol):
@@ -80,6 +81,8 @@ class EpisodeClient:
         self._num_asked += 1
         sampling = self._sampling
         if max_new_tokens is not None:
+            if max_new_tokens < 1:
+                raise ConfigError(f"chat() was asked for max_new_tokens {max_new_tokens}; ask for at least 1")
             sampling = replace(sampling, max_new_tokens=max_new_tokens)
         request = GenerateRequest(
             uid=f"{self._uid}/{number}",

@@ -3,19 +3,24 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import random
+import traceback
 from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, cast
+from typing import Any, cast, get_args
 
 from areal.contracts.cluster import Handle
 from areal.contracts.component import Component
 from areal.contracts.environment import Environment, Split
-from areal.contracts.messages import Outcome, Prompt, Sampling, Trajectory
+from areal.contracts.messages import Outcome, Prompt, Sampling, Status, Trajectory
 from areal.contracts.specs import EnvironmentContext
 from areal.errors import ArealError, WorkerFailed
 from areal.flow.rollout.client import ChatCodec, EpisodeClient
 from areal.flow.rollout.engines import EnginePool
+
+FAILURES_SHOWN = 5
+"""Tracebacks of episodes in a worker's log; the rest would be the same ones over and over."""
 
 Part = Prompt | Trajectory
 """What `RolloutWorker.run_group` yields: the prompt first, then trajectories in the order in which they end."""
@@ -66,6 +71,7 @@ class RolloutWorker:
         self._environments: dict[str, Environment] = {}
         self._prompts: dict[tuple[str, Split], Sequence[Prompt]] = {}
         self._engines = EnginePool()
+        self._failures_to_show = FAILURES_SHOWN
 
     def start(self) -> dict[str, dict[str, int]]:
         """Make the environments; return the number of prompts by environment and split."""
@@ -84,7 +90,7 @@ class RolloutWorker:
             environment: Environment = choice.component.load()(choice.options, context)
             self._environments[choice.name] = environment
             for split in ("train", "test"):
-                self._prompts[choice.name, split] = environment.prompts(split)
+                self._prompts[choice.name, split] = _prompts_of(environment, choice.name, split)
         return {
             choice.name: {split: len(self._prompts[choice.name, split]) for split in ("train", "test")}
             for choice in self._choices
@@ -95,6 +101,8 @@ class RolloutWorker:
 
     async def run_group(self, request: GroupRequest) -> AsyncIterator[Part]:
         prompt = self._prompts[request.environment, request.split][request.prompt_index]
+        if not isinstance(prompt, Prompt):
+            raise WorkerFailed(_no_prompt(request.environment, request.split, prompt))
         yield prompt
         tasks = [asyncio.create_task(self._episode(request, prompt, sample)) for sample in request.samples]
         try:
@@ -110,6 +118,8 @@ class RolloutWorker:
         seed = episode_seed(self._seed, request.number, sample)
         client = EpisodeClient(self._engines.generate, self._codec, sampling, uid, seed)
         outcome = await self._play(self._environments[request.environment], prompt, client)
+        if outcome.status == "ok" and not any(turn.token_ids for turn in client.turns):
+            outcome = Outcome.error(f"the episode of {request.environment} sampled no tokens; use client.chat")
         return Trajectory(group=request.number, sample=sample, turns=tuple(client.turns), outcome=outcome)
 
     async def _play(self, environment: Environment, prompt: Prompt, client: EpisodeClient) -> Outcome:
@@ -122,11 +132,18 @@ class RolloutWorker:
         except ArealError as error:
             return Outcome.error(str(error))
         except (Exception, SystemExit, asyncio.CancelledError) as error:
+            self._log_failure(error)
             if deadline.expired():
                 return Outcome.timeout(f"the episode of {prompt.environment} did not end within {self._timeout_s:g} s")
             if isinstance(error, asyncio.CancelledError) and _is_cancelled():
                 raise
             return Outcome.error(f"{type(error).__name__}: {_first_line(error)}")
+
+    def _log_failure(self, error: BaseException) -> None:
+        """Show whoever wrote the environment where it failed; the outcome has one line only."""
+        if self._failures_to_show and not isinstance(error, (TimeoutError, asyncio.CancelledError)):
+            self._failures_to_show -= 1
+            traceback.print_exception(error)
 
     def demonstrations(self, draws: Sequence[tuple[str, int]]) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
         """Return (prompt ids, answer ids) of training prompts that carry a reference answer."""
@@ -143,9 +160,33 @@ def _checked(outcome: Any, environment: str) -> Outcome:
     """Return an outcome of anybody's making as one that keeps the promises of `Outcome`."""
     if not isinstance(outcome, Outcome):
         return Outcome.error(f"episode() of {environment} returned {outcome!r:.80}, it must return an Outcome")
-    metrics = {name: float(value) for name, value in outcome.metrics.items()}
+    if outcome.status not in get_args(Status):
+        known = ", ".join(get_args(Status))
+        return Outcome.error(f"episode() of {environment} returned the status {outcome.status!r}, not one of {known}")
+    metrics = {name: number for name, value in outcome.metrics.items() if math.isfinite(number := float(value))}
     scored = Outcome.scored(cast(float, outcome.reward)) if outcome.status == "ok" else replace(outcome, reward=None)
     return replace(scored, metrics=metrics)
+
+
+def _prompts_of(environment: Environment, name: str, split: Split) -> Sequence[Prompt]:
+    """Return a split's prompts; WorkerFailed names the environment that has none or something else."""
+    try:
+        prompts = environment.prompts(split)
+    except ArealError:
+        raise
+    except Exception as error:
+        traceback.print_exc()
+        said = f"{type(error).__name__}: {_first_line(error)}"
+        raise WorkerFailed(f"prompts({split!r}) of environment {name!r} failed: {said}") from error
+    if not hasattr(prompts, "__len__") or not hasattr(prompts, "__getitem__"):
+        raise WorkerFailed(
+            f"prompts({split!r}) of environment {name!r} returned {prompts!r:.80}, it must return a sequence of Prompt"
+        )
+    return prompts
+
+
+def _no_prompt(name: str, split: Split, found: object) -> str:
+    return f"prompts({split!r}) of environment {name!r} holds {found!r:.80}, it must hold Prompt objects"
 
 
 def _is_cancelled() -> bool:
