@@ -100,8 +100,8 @@ class RolloutWorker:
         self._engines.replace(handles)
 
     async def run_group(self, request: GroupRequest) -> AsyncIterator[Part]:
-        prompt = self._prompts[request.environment, request.split][request.prompt_index]
-        if not isinstance(prompt, Prompt):
+        prompt: object = self._prompts[request.environment, request.split][request.prompt_index]
+        if not isinstance(prompt, Prompt):  # the types are somebody else's promise
             raise WorkerFailed(_no_prompt(request.environment, request.split, prompt))
         yield prompt
         tasks = [asyncio.create_task(self._episode(request, prompt, sample)) for sample in request.samples]
