@@ -100,9 +100,8 @@ class RolloutWorker:
         self._engines.replace(handles)
 
     async def run_group(self, request: GroupRequest) -> AsyncIterator[Part]:
-        prompt: object = self._prompts[request.environment, request.split][request.prompt_index]
-        if not isinstance(prompt, Prompt):  # the types are somebody else's promise
-            raise WorkerFailed(_no_prompt(request.environment, request.split, prompt))
+        found = self._prompts[request.environment, request.split][request.prompt_index]
+        prompt = _is_prompt(found, request.environment, request.split)
         yield prompt
         tasks = [asyncio.create_task(self._episode(request, prompt, sample)) for sample in request.samples]
         try:
@@ -185,8 +184,11 @@ def _prompts_of(environment: Environment, name: str, split: Split) -> Sequence[P
     return prompts
 
 
-def _no_prompt(name: str, split: Split, found: object) -> str:
-    return f"prompts({split!r}) of environment {name!r} holds {found!r:.80}, it must hold Prompt objects"
+def _is_prompt(found: object, name: str, split: Split) -> Prompt:
+    """Return what an environment gave as a prompt; WorkerFailed when it is something else."""
+    if isinstance(found, Prompt):
+        return found
+    raise WorkerFailed(f"prompts({split!r}) of environment {name!r} holds {found!r:.80}, it must hold Prompt objects")
 
 
 def _is_cancelled() -> bool:
