@@ -169,11 +169,13 @@ def test_kill_9_of_the_controller_loses_nothing(tmp_path: Path, processes: Proce
     assert len(trained) == len({group for group, _ in trained}) == 30 * 4
     with sqlite3.connect(run / "journal.sqlite") as journal:
         after = set(journal.execute("SELECT group_number, sample FROM trajectories"))
-        (consumed,) = journal.execute("SELECT count(*) FROM consumed").fetchone()
+        consumed = {group for (group,) in journal.execute("SELECT group_number FROM consumed")}
     assert before <= after
-    # Finished before the kill and not consumed by the checkpoint: the first steps after it trained them.
-    assert {group for group, _ in before} <= {group for group, _ in trained}
-    assert consumed == issued
+    # Whole before the kill and not consumed by the checkpoint: the first steps after it trained them.
+    groups = [group for group, _ in before]
+    assert {group for group in groups if groups.count(group) == 4} <= {group for group, _ in trained}
+    # One that was half made is completed by the restored, older weights, and may be too stale in its turn: journalled.
+    assert set(groups) <= consumed and len(consumed) == issued
 
 
 def test_a_killed_engine_is_replaced_and_the_run_goes_on(
