@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated
 
 from pydantic import Field, NonNegativeFloat
 
 from areal.algorithms.grpo import Grpo, GrpoOptions
 from areal.algorithms.losses import weighted_logprob
-from areal.algorithms.ratios import ratio
+from areal.algorithms.ratios import BehaviorMode, ratio
 from areal.contracts.algorithm import TokenBatch
 
 if TYPE_CHECKING:
@@ -22,7 +22,7 @@ class CispoOptions(GrpoOptions):
     """The weight is at least 1 - clip_low."""
     clip_high: NonNegativeFloat = 4.0
     """The weight is at most 1 + clip_high."""
-    behavior_mode: Literal["clamp", "mask"] = "clamp"
+    behavior_mode: BehaviorMode = "clamp"
     """``clamp``: a stale token's weight is bounded; dropping it would silence it."""
 
 

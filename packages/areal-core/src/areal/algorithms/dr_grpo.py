@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Literal
-
 from areal.algorithms.advantages import Scale
 from areal.algorithms.grpo import Grpo, GrpoOptions
+from areal.algorithms.policy import Aggregation
 
 
 class DrGrpoOptions(GrpoOptions):
@@ -13,7 +12,7 @@ class DrGrpoOptions(GrpoOptions):
 
     scale: Scale = "none"
     """``none``: advantages are not divided by anything."""
-    aggregation: Literal["token_mean", "sequence_mean", "fixed_length"] = "fixed_length"
+    aggregation: Aggregation = "fixed_length"
     """``fixed_length``: a sequence's sum is divided by `fixed_length`, whatever its own length."""
 
 

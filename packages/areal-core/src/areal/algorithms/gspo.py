@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated
 
 from pydantic import Field, NonNegativeFloat
 
 from areal.algorithms.grpo import Grpo, GrpoOptions
 from areal.algorithms.losses import clipped_surrogate
-from areal.algorithms.ratios import log_ratio, sequence_mean
+from areal.algorithms.policy import Aggregation
+from areal.algorithms.ratios import BehaviorLevel, log_ratio, sequence_mean
 from areal.contracts.algorithm import TokenBatch
 
 if TYPE_CHECKING:
@@ -22,9 +23,9 @@ class GspoOptions(GrpoOptions):
     """A sequence's ratio is clipped below 1 - clip_low; it is a geometric mean and so stays close to 1."""
     clip_high: NonNegativeFloat = 4e-4
     """A sequence's ratio is clipped above 1 + clip_high."""
-    aggregation: Literal["token_mean", "sequence_mean", "fixed_length"] = "sequence_mean"
+    aggregation: Aggregation = "sequence_mean"
     """``sequence_mean``: every sequence counts the same."""
-    behavior_level: Literal["token", "sequence", "geometric"] = "geometric"
+    behavior_level: BehaviorLevel = "geometric"
     """``geometric``: the correction for stale samples is a sequence's geometric mean, too."""
 
 

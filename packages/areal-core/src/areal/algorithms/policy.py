@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Literal, Self
 from pydantic import NonNegativeFloat, PositiveFloat, PositiveInt, model_validator
 
 from areal.algorithms.advantages import normalized
-from areal.algorithms.ratios import behavior_weight, kl_estimate, sequence_mean
+from areal.algorithms.ratios import BehaviorLevel, BehaviorMode, behavior_weight, kl_estimate, sequence_mean
 from areal.contracts.algorithm import TokenBatch
 from areal.contracts.messages import Group, Row
 from areal.contracts.options import Options
@@ -19,22 +19,26 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
+Objective = Literal["decoupled", "naive"]
+Aggregation = Literal["token_mean", "sequence_mean", "fixed_length"]
+
+
 class PolicyOptions(Options):
     """Invariant: with on-policy samples and no entropy bonus, no correction setting changes the gradient."""
 
-    objective: Literal["decoupled", "naive"] = "decoupled"
+    objective: Objective = "decoupled"
     """``decoupled``: ratio to the policy before this step, and a weight for the sampler's policy; ``naive``: ratio
     to the sampler's policy."""
-    behavior_level: Literal["token", "sequence", "geometric"] = "token"
+    behavior_level: BehaviorLevel = "token"
     """What the weight of the decoupled objective is of: each token, a whole sequence (the product over its tokens),
     or a sequence's geometric mean."""
     behavior_cap: PositiveFloat = 5.0
     """Largest weight in the decoupled objective."""
     behavior_floor: NonNegativeFloat = 0.0
     """Smallest weight in the decoupled objective."""
-    behavior_mode: Literal["clamp", "mask"] = "mask"
+    behavior_mode: BehaviorMode = "mask"
     """What happens to a weight beyond cap or floor: kept at the bound, or its tokens are dropped."""
-    aggregation: Literal["token_mean", "sequence_mean", "fixed_length"] = "token_mean"
+    aggregation: Aggregation = "token_mean"
     """``token_mean``: every token of the batch counts the same; ``sequence_mean``: every sequence does;
     ``fixed_length``: a sequence's sum over `fixed_length`, so that long sequences weigh more and none is rescaled."""
     fixed_length: PositiveInt = 1024

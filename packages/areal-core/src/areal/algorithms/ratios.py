@@ -7,6 +7,9 @@ from typing import TYPE_CHECKING, Literal
 if TYPE_CHECKING:
     from torch import Tensor
 
+BehaviorLevel = Literal["token", "sequence", "geometric"]
+BehaviorMode = Literal["clamp", "mask"]
+
 LOG_RATIO_LIMIT = 20.0
 """exp(20) is 5e8: far beyond any clip range, and its square still fits in float32."""
 
@@ -46,8 +49,8 @@ def behavior_weight(
     *,
     cap: float,
     floor: float = 0.0,
-    mode: Literal["clamp", "mask"],
-    level: Literal["token", "sequence", "geometric"] = "token",
+    mode: BehaviorMode,
+    level: BehaviorLevel = "token",
     sequence: Tensor,
     num_sequences: int,
 ) -> Tensor:

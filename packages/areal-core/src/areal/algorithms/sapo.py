@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
 from pydantic import PositiveFloat
 
 from areal.algorithms.grpo import Grpo, GrpoOptions
 from areal.algorithms.losses import soft_gate
+from areal.algorithms.policy import Aggregation, Objective
 from areal.algorithms.ratios import ratio
 from areal.contracts.algorithm import TokenBatch
 
@@ -18,9 +19,9 @@ if TYPE_CHECKING:
 class SapoOptions(GrpoOptions):
     """Invariant: as `GrpoOptions`; `clip_low`, `clip_high` and `dual_clip` are not read."""
 
-    objective: Literal["decoupled", "naive"] = "naive"
+    objective: Objective = "naive"
     """``naive``: the ratio is to the sampler's policy; the gate takes the place of the correction."""
-    aggregation: Literal["token_mean", "sequence_mean", "fixed_length"] = "sequence_mean"
+    aggregation: Aggregation = "sequence_mean"
     """``sequence_mean``: every sequence counts the same."""
     temperature_positive: PositiveFloat = 1.0
     """Sharpness of the gate where the advantage is above 0."""
@@ -46,4 +47,4 @@ class Sapo(Grpo):
             positive=options.temperature_positive,
             negative=options.temperature_negative,
         )
-        return losses, losses.detach().isnan()  # nothing is ever clipped
+        return losses, losses.new_zeros(losses.shape).bool()  # nothing is ever clipped

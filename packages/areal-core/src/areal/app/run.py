@@ -297,15 +297,15 @@ class Controller:
         task = asyncio.current_task()
 
         def interrupt() -> None:
-            if task is not None and (self._interrupted or self._loop is None):
-                if self._loop is None:
-                    self._console.print("stopping before the first step", highlight=False)
-                task.cancel()
-                return
-            self._interrupted = True
-            self._console.print("finishing the step, then saving; Ctrl-C again stops now", highlight=False)
-            if self._loop is not None:
+            if self._loop is not None and not self._interrupted:
+                self._interrupted = True
+                self._console.print("finishing the step, then saving; Ctrl-C again stops now", highlight=False)
                 self._loop.stop()
+                return
+            if self._loop is None:
+                self._console.print("stopping before the first step", highlight=False)
+            if task is not None:
+                task.cancel()
 
         for number in (signal.SIGINT, signal.SIGTERM):
             loop.add_signal_handler(number, interrupt)

@@ -55,7 +55,7 @@ def _describe(component: Component) -> dict[str, Any]:
 
 def _options(component: Component) -> list[dict[str, Any]]:
     """Return the options' names, defaults and meanings; `own` tells which the algorithm's class sets itself."""
-    model: type[BaseModel] = type(component.parse_options({}))
+    model: type[BaseModel] = component.options_class()
     return [
         {
             "name": name,
