@@ -20,7 +20,8 @@ from measuring.areal_side import issued_prompts, run_areal
 from measuring.cases import CASES, Case, initial_model
 from measuring.curve import Curve, median_of, show, table
 from measuring.processes import new_folder
-from measuring.trl_side import run_trl, trl_python
+from measuring.trl_environment import trl_python
+from measuring.trl_side import run_trl
 
 GOALS = {"a": 1.3, "b": 1.6, "c": 3.0}
 """How many times as fast as TRL we want to be, per step and to the same reward."""

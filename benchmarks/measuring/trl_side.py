@@ -1,48 +1,16 @@
-"""The other side: TRL's GRPOTrainer in an environment of its own."""
+"""The other side: TRL's GRPOTrainer in an environment of its own (trl_environment.py)."""
 
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from collections.abc import Sequence
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 from measuring.curve import Curve
-from measuring.processes import ROOT, run_process
+from measuring.processes import run_process
 
-VENV = ROOT / ".venvs" / "trl"
-TORCH, TRL = "2.13.0", "1.16.0"
 SCRIPT = Path(__file__).with_name("trl_train.py")
-
-
-def trl_python(given: str | None) -> str:
-    """Return the interpreter that TRL is installed in; without one given, `VENV`'s, made now if need be."""
-    python = given or str(VENV / "bin" / "python")
-    if given is None and _trl_version(python) != TRL:
-        _make_venv()
-    found = _trl_version(python)
-    if found != TRL:
-        raise SystemExit(f"{python} has TRL {found or 'not at all'}, this benchmark is written for {TRL}")
-    return python
-
-
-def _trl_version(python: str) -> str:
-    if not Path(python).exists():
-        return ""
-    code = "from importlib.metadata import version; print(version('trl'))"
-    return subprocess.run([python, "-c", code], capture_output=True, text=True, check=False).stdout.strip()
-
-
-def _make_venv() -> None:
-    """Install TRL beside us: the same torch and the same transformers on both sides."""
-    print(f"making {VENV} with TRL {TRL} (about 1.5 GB)", flush=True)
-    subprocess.run([sys.executable, "-m", "venv", str(VENV)], check=True)
-    pip = [str(VENV / "bin" / "python"), "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
-    subprocess.run([*pip, f"torch=={TORCH}"], check=True)
-    subprocess.run([*pip, f"trl=={TRL}", f"transformers=={metadata.version('transformers')}"], check=True)
 
 
 def run_trl(

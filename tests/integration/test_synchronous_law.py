@@ -39,9 +39,9 @@ OVERRIDES = (
 )
 
 
-def recipe(runs_dir: Path, model: Path, *more: str) -> RunConfig:
+def recipe(runs_dir: Path, model: Path, *more: str, algorithm: str = "grpo") -> RunConfig:
     overrides = (*OVERRIDES, f"runs_dir={runs_dir}", f"model.path={model}", "training.warmup.steps=0", *more)
-    return load_recipe(None, overrides, resolve=discover().resolve)
+    return load_recipe(None, overrides, {"algorithm": algorithm}, resolve=discover().resolve)
 
 
 @pytest.fixture(scope="module")
@@ -51,14 +51,29 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-ALGORITHMS = sorted(discover().offers("algorithm").keys() - {"grpo", "sft"})
+ALGORITHMS = sorted(discover().offers("algorithm").keys() - {"grpo"})
+WITH_OPTIONS = [
+    ("grpo", ["algorithm.kl_coefficient=0.1", "training.minibatches=2"]),
+    ("grpo", ["algorithm.kl_coefficient=0.1", "algorithm.kl_in=reward", "algorithm.kl_estimator=k1"]),
+    ("grpo", ["algorithm.proximal=loglinear", "training.minibatches=2"]),
+    ("ppo", ["algorithm.kl_coefficient=0.1", "algorithm.kl_in=reward", "training.minibatches=2"]),
+    ("dpo", ["training.minibatches=2"]),
+]
 
 
-@pytest.mark.parametrize(("name", "steps"), [("grpo", STEPS), *((name, 4) for name in ALGORITHMS)])
-def test_no_staleness_equals_the_plain_loop(tmp_path: Path, model: Path, name: str, steps: int) -> None:
-    # The plain loop takes every group.
-    more = ["algorithm.dynamic_sampling=false"] if name == "dapo" else []
-    config = recipe(tmp_path / "flow", model, f"algorithm.name={name}", f"training.max_steps={steps}", *more)
+@pytest.mark.parametrize(
+    ("name", "steps", "options"),
+    [
+        ("grpo", STEPS, []),
+        # The plain loop takes every group.
+        *((name, 4, ["algorithm.dynamic_sampling=false"] if name == "dapo" else []) for name in ALGORITHMS),
+        *((name, 4, options) for name, options in WITH_OPTIONS),
+    ],
+)
+def test_no_staleness_equals_the_plain_loop(
+    tmp_path: Path, model: Path, name: str, steps: int, options: list[str]
+) -> None:
+    config = recipe(tmp_path / "flow", model, f"training.max_steps={steps}", *options, algorithm=name)
     summary = run(config, console=Console(quiet=True))
     (tmp_path / "plain").mkdir()
     expected = asyncio.run(PlainLoop(resolve(config, discover()), tmp_path / "plain").run())

@@ -34,12 +34,15 @@ def token_batch(
         proximal_logprobs=torch.tensor(proximal, dtype=dtype),
         advantages=torch.tensor(advantages, dtype=dtype),
         versions=torch.zeros(size, dtype=torch.int64),
+        version=0,
         sequence=torch.zeros(size, dtype=torch.int64),
         num_sequences=1,
+        group=torch.zeros(1, dtype=torch.int64),
         entropy=torch.tensor(entropy or [0.0] * size, dtype=dtype, requires_grad=True),
         total_tokens=total or size,
         total_sequences=1,
         computed_tokens=size,
+        computed_groups=1,
     )
 
 
@@ -117,7 +120,17 @@ def test_on_policy_it_is_the_policy_gradient() -> None:
         assert logprobs.grad is not None
         assert logprobs.grad.tolist() == pytest.approx([-a / 3 for a in advantages])
         assert {name: float(value) for name, value in stats.items()} == pytest.approx(
-            {"clip_fraction": 0, "behavior_weight": 1, "behavior_kl": 0, "entropy": 0, "behavior_weight_max": 1}
+            {
+                "clip_fraction": 0,
+                "behavior_weight": 1,
+                "behavior_kl": 0,
+                "entropy": 0,
+                "behavior_weight_max": 1,
+                "parity/fresh_share": 1,
+                "parity/mean": 0,
+                "parity/kl": 0,
+                "parity/gap_max": 0,
+            }
         )
 
 
@@ -132,6 +145,10 @@ def test_statistics_are_means_over_the_computed_tokens() -> None:
             "behavior_kl": (3 - 1 - math.log(3)) / 4,
             "entropy": 2 / 4,
             "behavior_weight_max": 3,
+            "parity/fresh_share": 2 / 4,
+            "parity/mean": math.log(3) / 4,
+            "parity/kl": (3 - 1 - math.log(3)) / 4,
+            "parity/gap_max": math.log(3),
         }
     )
 
@@ -200,7 +217,7 @@ def test_it_travels_and_says_what_it_needs() -> None:
     plain, bonus = Grpo(), Grpo(GrpoOptions(entropy_coefficient=0.01))
     assert isinstance(plain, Algorithm)
     # With a bonus, tokens without advantage have a gradient.
-    assert (plain.needs_advantage, bonus.needs_advantage) == (True, False)
+    assert (plain.needs.advantage, bonus.needs.advantage) == (True, False)
     assert pickle.loads(pickle.dumps(bonus)).options == bonus.options
 
 

@@ -10,6 +10,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from loss_cases import Case, agree
 from pydantic import ValidationError
 from torch import Tensor
 
@@ -19,70 +20,16 @@ from areal.algorithms.dr_grpo import DrGrpo, DrGrpoOptions
 from areal.algorithms.grpo import Grpo, GrpoOptions
 from areal.algorithms.gspo import Gspo, GspoOptions
 from areal.algorithms.lite_ppo import LitePpo
+from areal.algorithms.ppo import Ppo
 from areal.algorithms.reinforce import Reinforce, ReinforcePlusPlus
 from areal.algorithms.rloo import Rloo
 from areal.algorithms.sapo import Sapo, SapoOptions
-from areal.contracts.algorithm import Algorithm, NormalizesBatch, SelectsGroups, TokenBatch
+from areal.contracts.algorithm import Algorithm, RefinesAdvantages, SelectsGroups
 from areal.contracts.messages import Completion, Group, Outcome, Prompt, Row, Trajectory
 
 ALL: list[Callable[[], Any]] = [
-    Grpo, DrGrpo, Dapo, Gspo, Cispo, Sapo, Rloo, Reinforce, ReinforcePlusPlus, LitePpo
+    Grpo, DrGrpo, Dapo, Gspo, Cispo, Sapo, Rloo, Reinforce, ReinforcePlusPlus, LitePpo, Ppo
 ]  # fmt: skip
-
-
-class Case:
-    """Random sequences. Invariant: one advantage a sequence; rows of `Tensor`s are float64, one entry a token."""
-
-    def __init__(self, seed: int, num_sequences: int = 5, spread: float = 0.3) -> None:
-        generator = torch.Generator().manual_seed(seed)
-
-        def uniform(size: int, low: float, high: float) -> Tensor:
-            return torch.rand(size, generator=generator, dtype=torch.float64) * (high - low) + low
-
-        self.lengths = torch.randint(1, 6, (num_sequences,), generator=generator).tolist()
-        self.current = [uniform(n, -3, -0.1).requires_grad_() for n in self.lengths]
-        self.proximal = [c.detach() + uniform(len(c), -spread, spread) for c in self.current]
-        self.behavior = [p + uniform(len(p), -spread, spread) for p in self.proximal]
-        self.advantage = uniform(num_sequences, -2, 2).tolist()
-
-    def loss(self, algorithm: Any, *parts: range) -> tuple[float, list[list[float]]]:
-        """Return the loss summed over micro-batches of these sequences, and its gradient by token."""
-        total = sum(self._share(algorithm, part) for part in parts or [range(len(self.lengths))])
-        assert isinstance(total, Tensor)
-        return float(total.detach()), self.gradient(total)
-
-    def gradient(self, total: Tensor) -> list[list[float]]:
-        slopes = torch.autograd.grad(total, self.current, allow_unused=True)
-        return [[0.0] * n if s is None else s.tolist() for s, n in zip(slopes, self.lengths, strict=True)]
-
-    def _share(self, algorithm: Any, part: range) -> Tensor:
-        lengths = [self.lengths[i] for i in part]
-        size = sum(lengths)
-        batch = TokenBatch(
-            behavior_logprobs=torch.cat([self.behavior[i] for i in part]),
-            proximal_logprobs=torch.cat([self.proximal[i] for i in part]),
-            advantages=torch.tensor(
-                [self.advantage[i] for i in part for _ in range(self.lengths[i])], dtype=torch.float64
-            ),
-            versions=torch.zeros(size, dtype=torch.int64),
-            sequence=torch.repeat_interleave(torch.arange(len(part)), torch.tensor(lengths)),
-            num_sequences=len(part),
-            entropy=torch.zeros(size, dtype=torch.float64),
-            total_tokens=sum(self.lengths),
-            total_sequences=len(self.lengths),
-            computed_tokens=sum(self.lengths),
-        )
-        return algorithm.loss(torch.cat([self.current[i] for i in part]), batch)[0]
-
-    def sequences(self) -> list[tuple[Tensor, Tensor, Tensor, float]]:
-        return list(zip(self.current, self.proximal, self.behavior, self.advantage, strict=True))
-
-
-def agree(case: Case, algorithm: Any, literal: Tensor) -> None:
-    loss, gradient = case.loss(algorithm)
-    assert loss == pytest.approx(float(literal.detach()), abs=1e-9, rel=1e-6)
-    for ours, theirs in zip(gradient, case.gradient(literal), strict=True):
-        assert ours == pytest.approx(theirs, abs=1e-9, rel=1e-6)
 
 
 def weight(proximal: Tensor, behavior: Tensor, cap: float = 5.0) -> Tensor:
@@ -149,7 +96,7 @@ def test_sapo(seed: int) -> None:
     agree(case, Sapo(), -torch.stack(terms).mean())
 
 
-@pytest.mark.parametrize("make", [Rloo, Reinforce, ReinforcePlusPlus, LitePpo])
+@pytest.mark.parametrize("make", [Rloo, Reinforce, ReinforcePlusPlus, LitePpo, Ppo])
 def test_the_others_share_grpos_loss(make: Callable[[], Any]) -> None:
     case = Case(3)
     loss, gradient = case.loss(make())
@@ -191,6 +138,7 @@ def test_on_policy_each_is_the_policy_gradient_of_its_mean(make: Callable[[], An
     case.lengths = [3] * 4
     case.current = [torch.full((3,), -1.0 - i, dtype=torch.float64, requires_grad=True) for i in range(4)]
     case.proximal = case.behavior = [c.detach() for c in case.current]
+    case.fill()
     _, gradient = case.loss(make())
     scale = gradient[0][0] / -case.advantage[0]
     assert scale > 0
@@ -206,6 +154,7 @@ def test_extreme_tokens_are_finite(make: Callable[[], Any], current: float, old:
     case.lengths, case.advantage = [1, 1], [1.0, 0.0]
     case.current = [torch.tensor([current], dtype=torch.float64, requires_grad=True) for _ in range(2)]
     case.proximal = case.behavior = [torch.tensor([old], dtype=torch.float64) for _ in range(2)]
+    case.fill()
     loss, gradient = case.loss(make())
     assert math.isfinite(loss) and all(math.isfinite(x) for slopes in gradient for x in slopes)
     assert gradient[1] == [0.0], "no advantage, no gradient"
@@ -256,24 +205,24 @@ def trained(rows: list[Row]) -> list[float]:
 
 def test_a_step_is_normalised_over_its_tokens() -> None:
     algorithm = ReinforcePlusPlus()
-    assert isinstance(algorithm, NormalizesBatch) and isinstance(algorithm, Algorithm)
-    rows = algorithm.normalize([row(1.0, 1), row(0.0, 3)])
+    assert isinstance(algorithm, RefinesAdvantages) and isinstance(algorithm, Algorithm)
+    rows = algorithm.refine([row(1.0, 1), row(0.0, 3)])
     # Mean 1/4, variance 3/16.
     assert trained(rows) == pytest.approx([3 / 3**0.5, *[-1 / 3**0.5] * 3], rel=1e-5)
     assert [r.advantages[0] for r in rows] == [0.0, 0.0]
-    assert algorithm.normalize([row(2.0, 2), row(2.0, 1)])[0].advantages == (0.0, 0.0, 0.0)
-    assert algorithm.normalize([]) == []
+    assert algorithm.refine([row(2.0, 2), row(2.0, 1)])[0].advantages == (0.0, 0.0, 0.0)
+    assert algorithm.refine([]) == []
 
 
 def test_lite_ppo_divides_by_the_steps_deviation_and_moves_nothing() -> None:
-    rows = LitePpo().normalize([row(0.5, 1), row(-0.5, 2), row(0.0, 3)])
+    rows = LitePpo().refine([row(0.5, 1), row(-0.5, 2), row(0.0, 3)])
     deviation = (3 * 0.25 / 6 - (0.5 / 6) ** 2) ** 0.5
     assert trained(rows) == pytest.approx([x / deviation for x in (0.5, -0.5, -0.5, 0, 0, 0)], rel=1e-5)
 
 
 def test_without_a_batch_scale_rows_stay() -> None:
     rows = [row(1.0, 1), row(0.0, 3)]
-    assert Grpo().normalize(rows) == rows
+    assert Grpo().refine(rows) == rows
 
 
 def test_daposs_penalty_for_long_answers() -> None:
@@ -297,6 +246,7 @@ def test_the_gates_temperature_follows_the_sign() -> None:
     case.lengths, case.advantage = [1, 1], [1.0, -1.0]
     case.current = [torch.tensor([-1.0], dtype=torch.float64, requires_grad=True) for _ in range(2)]
     case.proximal = case.behavior = [torch.tensor([-1.7], dtype=torch.float64) for _ in range(2)]
+    case.fill()
     _, ((up,), (down,)) = case.loss(sharp)
     assert abs(down) < abs(up)
 

@@ -20,12 +20,15 @@ def test_loss_and_gradient() -> None:
         proximal_logprobs=torch.full((3,), torch.nan),
         advantages=torch.full((3,), torch.nan),
         versions=torch.zeros(3, dtype=torch.int64),
+        version=0,
         sequence=torch.tensor([0, 0, 1]),
         num_sequences=2,
+        group=torch.tensor([0, 1]),
         entropy=torch.tensor([1.0, 2.0, 3.0], requires_grad=True),
         total_tokens=10,
         total_sequences=5,
         computed_tokens=4,
+        computed_groups=2,
     )
     loss, stats = Sft().loss(logprobs, batch)
     loss.backward()
@@ -45,4 +48,4 @@ def test_every_trajectory_counts_alike() -> None:
     sft = pickle.loads(pickle.dumps(Sft(SftOptions())))
     assert sft.advantages(group) == [1.0, 1.0]
     assert isinstance(sft, Algorithm)
-    assert not sft.needs_advantage
+    assert not sft.needs.advantage

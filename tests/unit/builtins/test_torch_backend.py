@@ -168,7 +168,7 @@ def test_checkpoints_that_cannot_be_used_are_refused(path: str, tmp_path: Path) 
 def test_states_hold_nothing_that_runs_code(path: str, tmp_path: Path) -> None:
     started(path).save(str(tmp_path))
     saved = state.load_state(tmp_path / "trainer.pt", torch.device("cpu"))
-    assert set(saved) == {"weights", "optimizer", "num_updates", "random"}
+    assert set(saved) == {"weights", "optimizer", "num_updates", "random", "reference"}
     (tmp_path / "trainer.pt").write_bytes(pickle.dumps(Path))
     with pytest.raises(JournalError):
         state.load_state(tmp_path / "trainer.pt", torch.device("cpu"))

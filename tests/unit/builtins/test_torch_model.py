@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from areal.builtins.torch_backend.model import PackedModel
+from areal.builtins.torch_backend.model import PolicyModel
 from areal.builtins.torch_backend.packing import micro_batches, pack
 from areal.contracts.messages import Row
 from areal.contracts.specs import AmpSpec, BackendContext, ModelSpec, TrainingSpec
@@ -116,9 +116,9 @@ def in_packed_order(rows: list[Row]) -> list[Row]:
 
 def check(path: str, amp: AmpSpec | None = None, max_logits: int = MANY, **training: Any) -> None:
     reference = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
-    model = PackedModel(context(path, amp=amp or AmpSpec(), **training), CPU, max_logits)
+    model = PolicyModel(context(path, amp=amp or AmpSpec(), **training), CPU, max_logits)
     rows = in_packed_order(some_rows())
-    logprobs, entropies = model.token_logprobs(pack(rows, range(len(rows)), CPU), TEMPERATURE)
+    logprobs, entropies = model.token_numbers(pack(rows, range(len(rows)), CPU), TEMPERATURE)
     expected = padded(reference, rows)
     torch.testing.assert_close((logprobs, entropies), expected, atol=2e-5, rtol=1e-5)
     weighted(logprobs, entropies).backward()
@@ -137,16 +137,16 @@ def test_gradients_are_those_of_a_padded_batch(arch: Any, tied: bool, tmp_path: 
 
 
 @pytest.fixture(scope="module")
-def qwen3(tmp_path_factory: Any) -> PackedModel:
-    return PackedModel(context(tiny_model(tmp_path_factory.mktemp("model"))), CPU, MANY)
+def qwen3(tmp_path_factory: Any) -> PolicyModel:
+    return PolicyModel(context(tiny_model(tmp_path_factory.mktemp("model"))), CPU, MANY)
 
 
-def gradient(model: PackedModel, rows: list[Row], budget: int) -> list[Tensor]:
+def gradient(model: PolicyModel, rows: list[Row], budget: int) -> list[Tensor]:
     """Return the gradient of a batch's loss, collected over micro-batches; each row has a weight of its own."""
     model.module.zero_grad()
     for chosen in micro_batches(rows, budget):
         packed = pack(rows, chosen, CPU)
-        logprobs, entropies = model.token_logprobs(packed, TEMPERATURE)
+        logprobs, entropies = model.token_numbers(packed, TEMPERATURE)
         weights = torch.tensor([sum(rows[i].token_ids) % 7 - 3.0 for i in packed.rows])[packed.sequence]
         ((weights * logprobs + entropies).sum() / 1000).backward()
     return [parameter.grad.clone() for parameter in model.module.parameters() if parameter.grad is not None]
@@ -154,7 +154,7 @@ def gradient(model: PackedModel, rows: list[Row], budget: int) -> list[Tensor]:
 
 @given(st.integers(1, 300), st.randoms(use_true_random=False), st.integers(0, 3))
 @settings(max_examples=15, deadline=None)
-def test_the_gradient_does_not_depend_on_the_packing(qwen3: PackedModel, budget: int, random: Any, seed: int) -> None:
+def test_the_gradient_does_not_depend_on_the_packing(qwen3: PolicyModel, budget: int, random: Any, seed: int) -> None:
     rows = some_rows(seed)
     expected = gradient(qwen3, rows, MANY)
     random.shuffle(rows)
@@ -176,7 +176,7 @@ def test_activation_checkpointing_and_pieces_of_logits_change_nothing(tmp_path: 
 
 def kept_bytes(path: str, checkpointing: bool) -> int:
     """Return the bytes that the forward pass keeps for the backward pass."""
-    model = PackedModel(context(path, activation_checkpointing=checkpointing), CPU, MANY)
+    model = PolicyModel(context(path, activation_checkpointing=checkpointing), CPU, MANY)
     kept = {id(parameter): 0 for parameter in model.module.parameters()}
 
     def note(tensor: Tensor) -> Tensor:
@@ -185,7 +185,7 @@ def kept_bytes(path: str, checkpointing: bool) -> int:
 
     rows = in_packed_order(some_rows())
     with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
-        model.token_logprobs(pack(rows, range(len(rows)), CPU), 1.0)
+        model.token_numbers(pack(rows, range(len(rows)), CPU), 1.0)
     return sum(kept.values())
 
 
@@ -212,8 +212,8 @@ def test_half_precision_stays_near_float32(dtype: Any, tmp_path: Path) -> None:
     packed = pack(rows, range(len(rows)), CPU)
     found = []
     for amp in (AmpSpec(), AmpSpec(enabled=True, dtype=dtype)):
-        model = PackedModel(context(path, amp=amp), CPU, MANY)
-        logprobs, _ = model.token_logprobs(packed, 1.0)
+        model = PolicyModel(context(path, amp=amp), CPU, MANY)
+        logprobs, _ = model.token_numbers(packed, 1.0)
         assert logprobs.dtype == torch.float32
         logprobs.mean().backward()
         assert all(p.dtype == p.grad.dtype == torch.float32 for p in model.module.parameters())
@@ -261,6 +261,6 @@ def test_what_cannot_be_trained_is_refused_in_one_sentence(
 ) -> None:
     path = make(tmp_path)
     with pytest.raises(WorkerFailed, match=words) as caught:
-        PackedModel(context(path), CPU, MANY)
+        PolicyModel(context(path), CPU, MANY)
     assert "\n" not in str(caught.value)
     assert path in str(caught.value)

@@ -58,13 +58,13 @@ def test_zero_rewards_are_no_failures() -> None:
 
 def test_prompts_are_spread_over_the_environments() -> None:
     there = {"a": {"train": 9, "test": 100}, "b": {"train": 9, "test": 2}, "c": {"train": 9, "test": 0}}
-    chosen = evaluation.test_prompts(there, 7)
+    chosen = evaluation.some_prompts(there, "test", 7)
     assert chosen == [("a", 0), ("b", 0), ("a", 1), ("b", 1), ("a", 2), ("a", 3), ("a", 4)]
-    assert evaluation.test_prompts(there, 1000) == [
+    assert evaluation.some_prompts(there, "test", 1000) == [
         *chosen[:4],
         *(("a", index) for index in range(2, 100)),
     ]
-    assert evaluation.test_prompts({"c": {"train": 1, "test": 0}}, 5) == []
+    assert evaluation.some_prompts({"c": {"train": 1, "test": 0}}, "test", 5) == []
 
 
 class Player:

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 from flow_samples import make_group, make_trajectory, make_turn
 
+from areal.contracts.algorithm import Needs
 from areal.contracts.component import Component
 from areal.contracts.messages import Batch, Group, Outcome, Row, Trajectory
 from areal.contracts.specs import BackendContext, ModelSpec, TrainingSpec
@@ -55,7 +56,7 @@ class NotingBackend:
 
 class CentredAlgorithm:
     def __init__(self, options: Mapping[str, Any]) -> None:
-        self.needs_advantage: bool = options.get("needs_advantage", True)
+        self.needs = Needs(**options)
 
     def advantages(self, group: Group) -> Sequence[float]:
         rewards = [trajectory.outcome.reward for trajectory in group.trajectories]
@@ -64,7 +65,7 @@ class CentredAlgorithm:
 
 
 class Imitation:
-    needs_advantage = False
+    needs = Needs(advantage=False)
 
     def __init__(self, options: Any) -> None: ...
 
@@ -127,7 +128,7 @@ def test_one_update_takes_the_current_policy_as_proximal() -> None:
 
 
 def test_minibatches_partition_all_rows_with_proximal_logprobs_from_before_the_first() -> None:
-    worker, backend = make_worker(minibatches=4, needs_advantage=False)
+    worker, backend = make_worker(minibatches=4, advantage=False)
     metrics = worker.train(request())
     assert [name for name, _ in backend.calls] == ["logprobs", *["train_step"] * 4]
     everything = backend.calls[0][1]
@@ -147,7 +148,7 @@ def test_minibatches_partition_all_rows_with_proximal_logprobs_from_before_the_f
 
 def test_minibatches_are_shuffled_anew_each_step_and_the_same_in_every_run() -> None:
     def order(step: int) -> list[list[int]]:
-        worker, backend = make_worker(minibatches=2, needs_advantage=False)
+        worker, backend = make_worker(minibatches=2, advantage=False)
         worker.train(request(step))
         return [last_tokens(batch.rows) for batch in backend.batches]
 

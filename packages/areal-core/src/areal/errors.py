@@ -38,6 +38,10 @@ class TransferFailed(ArealError):
     """A weight update that did not arrive whole; the previous version stays in force."""
 
 
+class ParityError(ArealError):
+    """Engine and trainer that give the same tokens different probabilities under the same weights."""
+
+
 class JournalError(ArealError):
     """A run folder or journal that cannot be read or written."""
 

@@ -42,6 +42,33 @@ def group_advantages(
     return [0.0 if reward is None else stretch * (reward - mean) / scale for reward in rewards]
 
 
+def discounted_turns(advantage: float, turn_lengths: Sequence[int], discount: float) -> list[float]:
+    """Return an advantage for each sampled token of a trajectory whose turns have `turn_lengths` tokens.
+
+    The last turn has `advantage`, each earlier one `discount` times that of the turn after it: what was said long
+    before the reward had less to do with it.
+    """
+    last = len(turn_lengths) - 1
+    return [advantage * discount ** (last - turn) for turn, length in enumerate(turn_lengths) for _ in range(length)]
+
+
+def generalized_advantages(
+    rewards: Sequence[float], values: Sequence[float], *, gamma: float, lam: float
+) -> tuple[list[float], list[float]]:
+    """Return advantages and returns ([T] each) of one sequence of T sampled tokens (GAE, arXiv 1506.02438).
+
+    ``A_t = d_t + gamma lam A_(t+1)`` with ``d_t = r_t + gamma V_(t+1) - V_t`` and value 0 after the last token; the
+    return is ``A_t + V_t``. `values`: [T], of the state in which each token was sampled.
+    """
+    advantages = [0.0] * len(rewards)
+    following = next_value = 0.0
+    for t in range(len(rewards) - 1, -1, -1):
+        following = rewards[t] + gamma * next_value - values[t] + gamma * lam * following
+        next_value = values[t]
+        advantages[t] = following
+    return advantages, [advantage + value for advantage, value in zip(advantages, values, strict=True)]
+
+
 def overlong_penalty(num_tokens: int, *, limit: int, buffer: int) -> float:
     """Return DAPO's soft penalty for long answers, in -1..0 (arXiv 2503.14476, equation 13).
 

@@ -52,3 +52,16 @@ def soft_gate(ratio: Tensor, advantages: Tensor, *, positive: float, negative: f
     """
     temperature = (advantages > 0).to(ratio.dtype) * (positive - negative) + negative
     return -(4 / temperature) * (temperature * (ratio - 1)).sigmoid() * advantages
+
+
+def clipped_value_loss(values: Tensor, old: Tensor, returns: Tensor, *, clip: float | None) -> tuple[Tensor, Tensor]:
+    """Return PPO's loss of a critic at each token ([N]) and where clipping took its gradient ([N] bool).
+
+    ``max((V - R)^2, (clip(V, V_old - clip, V_old + clip) - R)^2) / 2``: a value that has moved by more than `clip`
+    learns nothing more from this step unless it moved away (as in PPO's published code, arXiv 2005.12729).
+    """
+    plain = (values - returns).square()
+    if clip is None:
+        return plain / 2, plain.new_zeros(plain.shape).bool()
+    bounded = (old + (values - old).clamp(-clip, clip) - returns).square()
+    return plain.maximum(bounded) / 2, bounded > plain

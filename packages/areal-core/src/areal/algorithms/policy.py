@@ -5,13 +5,23 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Literal, Self
+from itertools import accumulate
+from typing import TYPE_CHECKING, Annotated, Literal, Self
 
-from pydantic import NonNegativeFloat, PositiveFloat, PositiveInt, model_validator
+from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt, model_validator
 
 from areal.algorithms.advantages import normalized
-from areal.algorithms.ratios import BehaviorLevel, BehaviorMode, behavior_weight, kl_estimate, sequence_mean
-from areal.contracts.algorithm import TokenBatch
+from areal.algorithms.ratios import (
+    BehaviorLevel,
+    BehaviorMode,
+    KlEstimator,
+    behavior_weight,
+    interpolated,
+    kl_estimate,
+    log_ratio,
+    sequence_mean,
+)
+from areal.contracts.algorithm import ACTOR_0, Needs, TokenBatch
 from areal.contracts.messages import Group, Row
 from areal.contracts.options import Options
 
@@ -21,14 +31,19 @@ if TYPE_CHECKING:
 
 Objective = Literal["decoupled", "naive"]
 Aggregation = Literal["token_mean", "sequence_mean", "fixed_length"]
+Proximal = Literal["recompute", "loglinear"]
+KlPlace = Literal["loss", "reward"]
 
 
 class PolicyOptions(Options):
-    """Invariant: with on-policy samples and no entropy bonus, no correction setting changes the gradient."""
+    """Invariant: with on-policy samples, no entropy bonus and no KL, no correction setting changes the gradient."""
 
     objective: Objective = "decoupled"
     """``decoupled``: ratio to the policy before this step, and a weight for the sampler's policy; ``naive``: ratio
     to the sampler's policy."""
+    proximal: Proximal = "recompute"
+    """The policy before this step, when there are several mini-batches: ``recompute`` takes a forward pass,
+    ``loglinear`` interpolates between the sampler's policy and the current one by versions."""
     behavior_level: BehaviorLevel = "token"
     """What the weight of the decoupled objective is of: each token, a whole sequence (the product over its tokens),
     or a sequence's geometric mean."""
@@ -45,6 +60,14 @@ class PolicyOptions(Options):
     """Tokens; read by ``fixed_length`` only, usually ``sampling.max_new_tokens``."""
     entropy_coefficient: NonNegativeFloat = 0.0
     """Weight of the entropy bonus (nats per token)."""
+    kl_coefficient: NonNegativeFloat = 0.0
+    """Weight of the divergence from the reference policy (nats per token); 0: there is no reference."""
+    kl_estimator: KlEstimator = "k3"
+    """How a token's divergence is estimated: k1, k2 or k3; k1 is for rewards, as a loss it teaches nothing."""
+    kl_in: KlPlace = "loss"
+    """``loss``: added to each token's loss; ``reward``: taken off each token's reward."""
+    ref: Annotated[str, Field(min_length=1)] = ACTOR_0
+    """The reference policy: ``actor@0``, the run's own before its first step, or a Hugging Face folder or hub id."""
 
     @model_validator(mode="after")
     def _bounds_are_in_order(self) -> Self:
@@ -54,17 +77,23 @@ class PolicyOptions(Options):
 
 
 class PolicyGradient(ABC):
-    """Loss ``aggregate(weight * surrogate) - entropy_coefficient * mean entropy``.
+    """Loss ``aggregate(weight * surrogate + kl_coefficient * KL) - entropy_coefficient * mean entropy``.
 
     The weight is that of the decoupled objective (arXiv 2505.24298), without gradient. An algorithm says what its
     advantages and its surrogate are.
 
-    Invariant: a token with advantage 0 adds nothing to the gradient, unless there is an entropy bonus.
+    Invariant: a token with advantage 0 adds nothing to the gradient, unless there is an entropy bonus or a KL term.
     """
 
     def __init__(self, options: PolicyOptions) -> None:
         self.policy_options = options
-        self.needs_advantage = options.entropy_coefficient == 0
+        self._kl_in_loss = options.kl_coefficient > 0 and options.kl_in == "loss"
+        self._kl_in_reward = options.kl_coefficient > 0 and options.kl_in == "reward"
+        self.needs = Needs(
+            advantage=options.entropy_coefficient == 0 and not self._kl_in_loss,
+            proximal=options.objective == "decoupled" and options.proximal == "recompute",
+            reference=options.ref if options.kl_coefficient else "",
+        )
 
     @abstractmethod
     def advantages(self, group: Group) -> Sequence[float | Sequence[float]]:
@@ -77,10 +106,36 @@ class PolicyGradient(ABC):
         `logprobs`: [N] of the current policy; `old`: [N] of the policy that the ratio is taken to.
         """
 
+    def refine(self, rows: Sequence[Row]) -> list[Row]:
+        """Take the divergence from the reference off the rewards, if it belongs there.
+
+        Each token's advantage loses the penalties of its own and all later tokens of the row (as in REINFORCE++,
+        arXiv 2501.03262).
+        """
+        if not self._kl_in_reward:
+            return list(rows)
+        return [replace(row, advantages=_less_later(row.advantages, self.kl_penalties(row))) for row in rows]
+
+    def kl_penalties(self, row: Row) -> list[float]:
+        """Return what each token's divergence from the reference costs ([T], 0 where the mask is False)."""
+        if not self._kl_in_reward:
+            return [0.0] * len(row.token_ids)
+        import torch
+
+        if row.reference_logprobs is None:
+            raise ValueError("a row has no reference_logprobs; the trainer fills in what `needs` asks for")
+        sampled, reference = (torch.tensor(x, dtype=torch.float64) for x in (row.logprobs, row.reference_logprobs))
+        options = self.policy_options
+        costs = options.kl_coefficient * kl_estimate(reference, sampled, options.kl_estimator)
+        return (costs * torch.tensor(row.loss_mask)).tolist()
+
     def loss(self, logprobs: Tensor, batch: TokenBatch) -> tuple[Tensor, Mapping[str, Tensor]]:
         options = self.policy_options
+        proximal = batch.proximal_logprobs
+        if options.proximal == "loglinear":
+            proximal = interpolated(logprobs, batch.behavior_logprobs, batch.versions, batch.version)
         weight = behavior_weight(
-            batch.proximal_logprobs,
+            proximal,
             batch.behavior_logprobs,
             cap=options.behavior_cap,
             floor=options.behavior_floor,
@@ -90,20 +145,46 @@ class PolicyGradient(ABC):
             num_sequences=batch.num_sequences,
         )
         decoupled = options.objective == "decoupled"
-        losses, clipped = self.surrogate(
-            logprobs, batch.proximal_logprobs if decoupled else batch.behavior_logprobs, batch
-        )
-        total = aggregate(weight * losses if decoupled else losses, batch, options)
-        if options.entropy_coefficient:
-            total = total - options.entropy_coefficient * batch.entropy.sum() / batch.total_tokens
+        losses, clipped = self.surrogate(logprobs, proximal if decoupled else batch.behavior_logprobs, batch)
+        if decoupled:
+            losses = weight * losses
         statistics = {
             "clip_fraction": clipped.float(),
             "behavior_weight": weight,
             "behavior_kl": kl_estimate(batch.proximal_logprobs, batch.behavior_logprobs),
             "entropy": batch.entropy.detach(),
         }
+        if batch.reference_logprobs is not None:
+            divergence = kl_estimate(batch.reference_logprobs, logprobs, options.kl_estimator)
+            statistics["reference_kl"] = divergence.detach()
+            if self._kl_in_loss:
+                losses = losses + options.kl_coefficient * divergence
+        total = aggregate(losses, batch, options)
+        if options.entropy_coefficient:
+            total = total - options.entropy_coefficient * batch.entropy.sum() / batch.total_tokens
         means = {name: values.sum() / batch.computed_tokens for name, values in statistics.items()}
-        return total, means | {"behavior_weight_max": weight.max()}
+        return total, means | {"behavior_weight_max": weight.max()} | _parity(batch)
+
+
+def _parity(batch: TokenBatch) -> dict[str, Tensor]:
+    """Return how far engine and trainer are apart on the tokens that these very weights sampled.
+
+    Sums over them, as `areal.flow.trainer.parity` puts them together; the weights moved meanwhile only in later
+    mini-batches of a step whose proximal logprobs are not recomputed.
+    """
+    fresh = (batch.versions == batch.version).to(batch.behavior_logprobs.dtype)
+    apart = log_ratio(batch.proximal_logprobs, batch.behavior_logprobs).abs() * fresh
+    divergence = kl_estimate(batch.proximal_logprobs, batch.behavior_logprobs) * fresh
+    sums = {"parity/fresh_share": fresh, "parity/mean": apart, "parity/kl": divergence}
+    return {name: values.sum() / batch.computed_tokens for name, values in sums.items()} | {
+        "parity/gap_max": apart.max()
+    }
+
+
+def _less_later(advantages: Sequence[float], penalties: Sequence[float]) -> tuple[float, ...]:
+    """Return each advantage less the sum of the penalties from there on."""
+    later = list(accumulate(reversed(penalties)))[::-1]
+    return tuple(a - cost for a, cost in zip(advantages, later, strict=True))
 
 
 def aggregate(losses: Tensor, batch: TokenBatch, options: PolicyOptions) -> Tensor:

@@ -9,6 +9,7 @@ if TYPE_CHECKING:
 
 BehaviorLevel = Literal["token", "sequence", "geometric"]
 BehaviorMode = Literal["clamp", "mask"]
+KlEstimator = Literal["k1", "k2", "k3"]
 
 LOG_RATIO_LIMIT = 20.0
 """exp(20) is 5e8: far beyond any clip range, and its square still fits in float32."""
@@ -71,10 +72,25 @@ def behavior_weight(
     return weight.masked_fill((weight > cap) | (weight < floor), 0.0)
 
 
-def kl_estimate(new: Tensor, old: Tensor) -> Tensor:
-    """Return an estimate of KL(old || new) from tokens sampled by `old`, never negative ([N], nats).
+def kl_estimate(new: Tensor, old: Tensor, kind: KlEstimator = "k3") -> Tensor:
+    """Return an estimate of KL(old || new) from each token sampled by `old` ([N], nats).
 
-    ``exp(d) - 1 - d`` with ``d = new - old``: unbiased and of low variance (as used by GRPO, arXiv 2402.03300).
+    With ``d = new - old`` (Schulman 2020, "Approximating KL Divergence"): k1 ``-d``, unbiased; k2 ``d^2 / 2``, of low
+    variance; k3 ``exp(d) - 1 - d``, unbiased and of low variance (GRPO's, arXiv 2402.03300). k2 and k3 are never
+    negative. As a loss, k1's gradient is 0 on average and k2's is that of the divergence.
     """
     difference = log_ratio(new, old)
-    return difference.expm1() - difference
+    if kind == "k1":
+        return -difference
+    return difference.square() / 2 if kind == "k2" else difference.expm1() - difference
+
+
+def interpolated(current: Tensor, behavior: Tensor, versions: Tensor, version: int) -> Tensor:
+    """Return stand-ins for the proximal policy's logprobs, without a forward pass or gradient ([N]).
+
+    Log-linear between the policy that sampled a token (`behavior`, [N], of `versions`, [N] int64) and the one being
+    trained (`current`, [N]), which counts as version + 1: ``b + a (c - b)``, ``a = (version - v) / (version + 1 - v)``
+    (A-3PO, arXiv 2512.06547). A token of this very version has its sampler's logprob.
+    """
+    age = (version - versions).clamp(min=0).to(current.dtype)
+    return behavior + age / (age + 1) * log_ratio(current.detach(), behavior)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from areal.contracts.algorithm import TokenBatch
+from areal.contracts.algorithm import Needs, TokenBatch
 from areal.contracts.messages import Group
 from areal.contracts.options import Options
 
@@ -20,7 +20,7 @@ class SftOptions(Options):
 class Sft:
     """Mean negative log-likelihood of the trained tokens. Invariant: rewards and behaviour logprobs are not read."""
 
-    needs_advantage = False
+    needs = Needs(advantage=False, proximal=False)
 
     def __init__(self, options: SftOptions | None = None) -> None:
         self.options = options or SftOptions()

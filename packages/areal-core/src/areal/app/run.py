@@ -32,6 +32,7 @@ from areal.flow.prompts.pacing import Pacing
 from areal.flow.rollout.budget import FailureBudget
 from areal.flow.rollout.crew import Crew
 from areal.flow.trainer.checkpoint import Checkpoints
+from areal.flow.trainer.parity import Bounds
 from areal.flow.trainer.warmup import warm_up
 from areal.flow.trainer.worker import Demonstration
 from areal.flow.weights.publisher import Publisher
@@ -268,6 +269,9 @@ class Controller:
             evaluate_every=config.evaluation.every_steps,
             evaluation_prompts=config.evaluation.num_prompts,
             checkpoint_every=config.checkpoint.every_steps,
+            parity_prompts=config.parity.prompts,
+            parity_every=config.parity.every_steps,
+            parity_bounds=Bounds(mean=config.parity.max_mean, kl=config.parity.max_kl),
         )
 
     def _trackers(self, stack: AsyncExitStack, view: ProgressView) -> TrackerGroup:
@@ -319,6 +323,10 @@ def _selection(algorithm: Chosen) -> Callable[[Group], bool] | None:
     return made.keep
 
 
+STEPS_BETWEEN_ALARMS = 20
+"""A disagreement that lasts is said again after so many steps."""
+
+
 class RunObserver:
     """Who hears of steps: the bar, the trackers, the plugins. Invariant: none of them can stop the run."""
 
@@ -326,6 +334,7 @@ class RunObserver:
         self._view = view
         self._trackers = trackers
         self._plugins = plugins
+        self._alarmed_at: int | None = None
 
     def step_finished(self, report: StepReport) -> None:
         self._view.step_finished(report)
@@ -335,6 +344,11 @@ class RunObserver:
     def evaluated(self, step: int, metrics: Mapping[str, float]) -> None:
         self._view.say(f"evaluation after step {step}: reward {metrics.get('eval/reward/mean', float('nan')):.3f}")
         self._trackers.log(step, metrics)
+
+    def alarmed(self, step: int, sentence: str) -> None:
+        if self._alarmed_at is None or step >= self._alarmed_at + STEPS_BETWEEN_ALARMS:
+            self._alarmed_at = step
+            self._view.say(f"warning, step {step}: {sentence}")
 
     def weights_published(self, version: Version) -> None:
         self._plugins.announce("areal_weights_published", version=version)

@@ -37,6 +37,7 @@ def areal_backends() -> list[Component]:
             summary="One device: packed sequences, AdamW, mixed precision.",
             requires=("torch", "transformers"),
             install="pip install areal-core",
+            capabilities=frozenset({"critic"}),
         )
     ]
 
@@ -124,6 +125,8 @@ def areal_algorithms() -> list[Component]:
         ("reinforce", "reinforce:Reinforce", "The reward is the advantage."),
         ("reinforce_pp", "reinforce:ReinforcePlusPlus", "Advantages normalised over the step."),
         ("lite_ppo", "lite_ppo:LitePpo", "Group mean as baseline, the step's deviation as scale."),
+        ("ppo", "ppo:Ppo", "Clipped objective with a critic and generalised advantages."),
+        ("dpo", "dpo:Dpo", "Of each group the best answer is preferred to the worst."),
         ("sft", "sft:Sft", "Supervised learning of reference answers; the warm-up uses it."),
     )
     return [

@@ -10,6 +10,7 @@ import rich_click as click
 _SELECTIONS = {
     "engine": "Inference engine.",
     "backend": "Training backend.",
+    "algorithm": "From rewards to a loss.",
     "device": "Accelerator.",
     "reshard": "Way of the weights to the engines.",
     "cluster": "Where workers run.",

@@ -10,7 +10,7 @@ from areal.config.schema import RunConfig
 from areal.config.source import Document, Keys, describe, is_list, is_mapping, parse_value, value_at
 from areal.errors import ConfigError, did_you_mean
 
-SELECTABLE = ("engine", "backend", "device", "reshard", "cluster")
+SELECTABLE = ("engine", "backend", "algorithm", "device", "reshard", "cluster")
 """Blocks whose component an option of ``areal run`` selects."""
 
 
@@ -29,7 +29,7 @@ def select(document: Document, selections: Mapping[str, str]) -> None:
         if not is_mapping(written) or written.get("name", default.name) == name:
             continue
         document.replace((block,), place)
-        kept = {key: value for key, value in written.items() if key == "replicas"}
+        kept = {key: value for key, value in written.items() if key in ("replicas", "group_size")}
         document.data[block] = {"name": name, **kept}
 
 

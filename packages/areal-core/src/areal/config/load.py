@@ -34,9 +34,10 @@ def load_recipe(
     """Read a recipe and refuse, in one sentence with file and line, whatever cannot run.
 
     `source`: a YAML file or a bundled recipe's name; None is the bundled ``default``.
-    `selections`: component names by block (``engine``, ``backend``, ``device``, ``reshard``, ``cluster``). Another
-    component than the recipe's starts without the recipe's options for the old one, which would mean nothing to it
-    (`engine.replicas` stays, `engine.python` goes with its engine); the same component keeps them.
+    `selections`: component names by block (``engine``, ``backend``, ``algorithm``, ``device``, ``reshard``,
+    ``cluster``). Another component than the recipe's starts without the recipe's options for the old one, which would
+    mean nothing to it (`engine.replicas` and `algorithm.group_size` stay, `engine.python` goes with its engine); the
+    same component keeps them.
     `overrides`: ``key.sub=value``, applied in order after the selections; the value is YAML, a number in the key is a
     list position. Unlike a selection, ``engine.name=x`` changes the name alone.
     `resolve`: finds components, whose owners then validate their options; without it options stay unchecked.

@@ -176,6 +176,19 @@ class Rollout(Block):
     """Seconds without any finished episode after which the run is aborted."""
 
 
+class Parity(Block):
+    """Whether engines and trainer are the same policy. Invariant: 0 prompts switch the check at the start off."""
+
+    prompts: NonNegativeInt = 8
+    """Prompts on which logprobs are compared before the first step; above a bound the run is refused. 0: never."""
+    every_steps: NonNegativeInt = 20
+    """Training steps between further comparisons; above a bound they give a warning. 0: only the first."""
+    max_mean: PositiveFloat = 0.05
+    """Largest mean of the differences between the logprobs of trainer and engine (nats per token)."""
+    max_kl: PositiveFloat = 0.02
+    """Largest KL divergence between engine and trainer (nats per token)."""
+
+
 class Evaluation(Block):
     """Invariant: evaluation samples are never trained on."""
 
@@ -245,6 +258,8 @@ class RunConfig(Block):
     """How old a sample may be when it is trained on."""
     rollout: Rollout = Field(default_factory=Rollout)
     """How episodes are played and when failing ones stop the run."""
+    parity: Parity = Field(default_factory=Parity)
+    """Comparing engines and trainer: before the first step, and in every step's report."""
     evaluation: Evaluation = Field(default_factory=Evaluation)
     """Measuring on the test split while the run goes on."""
     checkpoint: Checkpoint = Field(default_factory=Checkpoint)

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
-from areal.contracts.messages import Group, Row
+from areal.contracts.messages import Group, Row, Version
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -24,10 +24,20 @@ class TokenBatch:
     """[N] float32."""
     versions: Tensor
     """[N] int64, the weights that sampled each token."""
+    version: Version
+    """The weights before this step's first update."""
+    reference_logprobs: Tensor | None = None
+    """[N] float32, of the reference policy, if the algorithm needs one; no gradient."""
+    old_values: Tensor | None = None
+    """[N] float32, the critic's values before this step, if there is a critic; no gradient."""
+    returns: Tensor | None = None
+    """[N] float32, what the critic learns to foretell; no gradient."""
     sequence: Tensor
     """[N] int64, 0..R-1: the row of each token inside this micro-batch, ascending."""
     num_sequences: int
     """R, rows of this micro-batch."""
+    group: Tensor
+    """[R] int64, 0..G-1: rows with the same number answer the same prompt."""
     entropy: Tensor
     """[N] float32, entropy of the current policy at each token (nats), with gradient."""
     total_tokens: int
@@ -36,30 +46,53 @@ class TokenBatch:
     """Sequences of the whole batch: divide sequence sums by it."""
     computed_tokens: int
     """`total_tokens` without the left-out rows': divide reported sums by it, so that they read as means."""
+    computed_groups: int
+    """Groups of the whole batch that have computed rows: divide sums over comparisons by it."""
 
 
-@runtime_checkable
-class Algorithm(Protocol):
-    """Made as ``factory(options)``; small and picklable, it travels to the trainer.
+ACTOR_0 = "actor@0"
+"""The reference policy that is the run's own, before the first training step."""
 
-    Invariant: the loss is a sum over micro-batches divided by the whole batch's totals.
-    """
 
-    needs_advantage: bool
-    """Whether tokens with advantage 0 give no gradient, so that rows without any other token may be left out."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Needs:
+    """What an algorithm's loss reads besides samples and advantages. Invariant: what is not asked for costs nothing."""
 
-    def advantages(self, group: Group) -> Sequence[float | Sequence[float]]:
-        """Return for each trajectory one number for all its tokens, or one number per sampled token.
+    advantage: bool = True
+    """Tokens with advantage 0 give no gradient, so that rows without any other token may be left out."""
+    proximal: bool = True
+    """Logprobs before the step's first update; with several mini-batches they cost a forward pass."""
+    reference: str = ""
+    """Whose logprobs stand in `reference_logprobs`: ``actor@0``, an HF folder or hub id; empty: nobody's."""
+    whole_groups: bool = False
+    """The loss compares rows of one group, so they are computed in one micro-batch."""
 
-        Trajectories whose outcome is not ok have reward None; the algorithm gives them advantage 0.
-        """
-        ...
+
+class Loss(Protocol):
+    """What a backend minimises. Invariant: a sum over micro-batches divided by the whole batch's totals."""
 
     def loss(self, logprobs: Tensor, batch: TokenBatch) -> tuple[Tensor, Mapping[str, Tensor]]:
         """Return this micro-batch's share of the loss (scalar) and named sums already divided by the totals.
 
         The backend adds the named numbers over micro-batches; of a name that ends in ``_max`` it keeps the largest.
-        `logprobs`: [N] float32 with gradient, natural log, at the sampling temperature.
+        `logprobs`: [N] float32 with gradient, natural log, at the sampling temperature; a critic's values instead.
+        """
+        ...
+
+
+@runtime_checkable
+class Algorithm(Loss, Protocol):
+    """Made as ``factory(options)``; small and picklable, it travels to the trainer.
+
+    Invariant: advantages depend on the group alone, the loss on the whole batch but not on its packing.
+    """
+
+    needs: Needs
+
+    def advantages(self, group: Group) -> Sequence[float | Sequence[float]]:
+        """Return for each trajectory one number for all its tokens, or one number per sampled token.
+
+        Trajectories whose outcome is not ok have reward None; the algorithm gives them advantage 0.
         """
         ...
 
@@ -78,9 +111,22 @@ class SelectsGroups(Protocol):
 
 
 @runtime_checkable
-class NormalizesBatch(Protocol):
-    """Optional: an algorithm that compares a whole step. Invariant: tokens, masks and logprobs stay as they were."""
+class RefinesAdvantages(Protocol):
+    """Optional: advantages that need the whole step. Invariant: tokens, masks and logprobs stay as they were."""
 
-    def normalize(self, rows: Sequence[Row]) -> list[Row]:
-        """Return the step's rows with other advantages; called once a step, before mini-batches are made."""
+    def refine(self, rows: Sequence[Row]) -> list[Row]:
+        """Return the step's rows with other advantages, and with `returns` if there is a critic.
+
+        Called once a step, before mini-batches are made; values and reference logprobs are there if asked for.
+        """
         ...
+
+
+@runtime_checkable
+class UsesCritic(Protocol):
+    """Optional: an algorithm with a value model. Invariant: policy and critic learn from the same mini-batches."""
+
+    critic: Loss
+    """Reads `old_values` and `returns`; a second instance of the backend, made as a critic, minimises it."""
+    critic_learning_rate: float | None
+    """Highest rate of the critic's schedule; None: the policy's."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Protocol, runtime_checkable
 
-from areal.contracts.algorithm import Algorithm
+from areal.contracts.algorithm import Loss
 from areal.contracts.messages import Batch
 from areal.contracts.transfer import Layout, Receipt, Transfer
 
@@ -25,11 +25,11 @@ class Backend(Protocol):
         """Return for each row [T] logprobs of its tokens (0 where loss_mask is False) under the current weights."""
         ...
 
-    def train_step(self, batch: Batch, loss: Algorithm, learning_rate: float | None = None) -> Mapping[str, float]:
+    def train_step(self, batch: Batch, loss: Loss, learning_rate: float | None = None) -> Mapping[str, float]:
         """Make one optimizer update and return its statistics.
 
         Always there: ``loss``, ``grad_norm`` (before clipping), ``learning_rate``, ``skipped`` (1 when a
-        non-finite gradient or an empty batch left the weights alone), and the algorithm's own.
+        non-finite gradient or an empty batch left the weights alone), and the loss's own.
         `learning_rate` replaces the schedule's (supervised warm-up) and does not advance the schedule.
         """
         ...
@@ -57,4 +57,33 @@ class Closes(Protocol):
 
     def close(self) -> None:
         """Give back shared memory, process groups and files; called once, after the last other call."""
+        ...
+
+
+@runtime_checkable
+class KeepsReference(Protocol):
+    """Optional: a backend that shares its weights with the reference policy ``actor@0``.
+
+    Invariant: training changes no reference logprob; `save` and `load` keep the reference.
+    """
+
+    def freeze_reference(self) -> None:
+        """Make the current weights the reference, in place of an earlier one."""
+        ...
+
+    def reference_logprobs(self, batch: Batch) -> list[tuple[float, ...]]:
+        """Return what `logprobs` does, under the reference's weights; WorkerFailed before `freeze_reference`."""
+        ...
+
+
+CRITIC = "critic"
+"""Capability of a backend that can be made with ``BackendContext.role`` critic and then implements `Values`."""
+
+
+@runtime_checkable
+class Values(Protocol):
+    """Optional: a backend made as a critic. Invariant: values of a new head are 0."""
+
+    def values(self, batch: Batch) -> list[tuple[float, ...]]:
+        """Return for each row [T] the value of the state before each trained token (0 where loss_mask is False)."""
         ...

@@ -187,7 +187,7 @@ class Group:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Row:
-    """One training sequence. Invariant: all five per-token fields have length T; loss_mask[0] is False."""
+    """One training sequence. Invariant: all per-token fields have length T; loss_mask[0] is False."""
 
     token_ids: tuple[int, ...]
     """[T] prompt and sampled ids."""
@@ -201,6 +201,14 @@ class Row:
     """[T] advantage of each token; 0 where the mask is False."""
     proximal_logprobs: tuple[float, ...] | None = None
     """[T] logprobs of the policy before this step's first update; None: take the current ones, detached."""
+    reference_logprobs: tuple[float, ...] | None = None
+    """[T] logprobs of the reference policy; None: the algorithm asks for none."""
+    values: tuple[float, ...] | None = None
+    """[T] the critic's value of the state in which each token was sampled; None: there is no critic."""
+    returns: tuple[float, ...] | None = None
+    """[T] what the critic should have said; None: there is no critic."""
+    group: int = -1
+    """Number of the group; rows of one group answer the same prompt."""
 
     @property
     def num_loss_tokens(self) -> int:
@@ -222,6 +230,10 @@ class Batch:
     """Sequences of the whole batch, the left-out rows' included: the normaliser of sequence means."""
     temperature: float = 1.0
     """Sampling temperature; the backend divides logits by it so that logprobs match the engine's."""
+    version: Version = 0
+    """The weights before the training step that this update belongs to."""
+    whole_groups: bool = False
+    """Rows of one group must be computed in one micro-batch, because the loss compares them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -117,6 +117,8 @@ class BackendContext:
     world_size: int = 1
     rendezvous: str = ""
     """``host:port`` of the trainer's own process group; empty when world_size is 1."""
+    role: Literal["actor", "critic"] = "actor"
+    """``critic``: the model gives a value for each trained token in place of its logprob; see `Values`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -20,7 +20,7 @@ from typing import Protocol
 
 from areal.contracts.cluster import Cluster, Handle
 from areal.contracts.messages import Group, Prompt, StepReport, Version
-from areal.errors import TransferFailed, WorkerFailed
+from areal.errors import ParityError, TransferFailed, WorkerFailed
 from areal.flow.buffer.buffer import OnExcess, ReplayBuffer, staleness
 from areal.flow.buffer.journal import Issued, Journal
 from areal.flow.engine.fleet import Fleet
@@ -28,16 +28,19 @@ from areal.flow.prompts.mixture import Mixture
 from areal.flow.prompts.pacing import Pacing
 from areal.flow.rollout.budget import FailureBudget
 from areal.flow.rollout.crew import Crew
-from areal.flow.rollout.evaluate import evaluate, test_prompts
+from areal.flow.rollout.evaluate import evaluate, some_prompts
 from areal.flow.rollout.worker import GroupRequest
 from areal.flow.tasks import TaskSet
 from areal.flow.trainer.metrics import summarise
+from areal.flow.trainer.parity import Bounds
 from areal.flow.trainer.worker import TrainRequest
 from areal.flow.weights.publisher import Publisher, Staged, Target
 
 PUBLISH_ATTEMPTS = 5
 PUBLISH_PAUSE_S = 1.0
 """A cluster notices a death within about two seconds."""
+PARITY_TOKENS = 32
+"""Tokens of each completion on which engines and trainer are compared."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,6 +63,11 @@ class LoopSettings:
     evaluation_prompts: int
     checkpoint_every: int
     """Steps between checkpoints; 0: only the last."""
+    parity_prompts: int
+    """Prompts on which engines and trainer are compared; 0: never."""
+    parity_every: int
+    """Steps between comparisons; 0: only before the first step."""
+    parity_bounds: Bounds
 
 
 class Observer(Protocol):
@@ -70,6 +78,8 @@ class Observer(Protocol):
     def evaluated(self, step: int, metrics: Mapping[str, float]) -> None: ...
 
     def weights_published(self, version: Version) -> None: ...
+
+    def alarmed(self, step: int, sentence: str) -> None: ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -108,6 +118,7 @@ class Loop:
         self._committing: asyncio.Task[None] | None = None
         self._evaluating: asyncio.Task[None] | None = None
         self._extra: dict[str, float] = {}
+        self._parity: dict[str, float] = {}
         self._stopping = False
 
     def stop(self) -> None:
@@ -166,11 +177,18 @@ class Loop:
         """Train, publish, report. Waits for a full batch, filled by `_roll`."""
         await self._publish()
         await self._committed()
+        if broken := await self._measure_parity():
+            raise ParityError(f"{broken}; to go on all the same, raise parity.max_mean and parity.max_kl")
+        measured_at = self._step
         for issued in unfinished:
             self._tasks.start(self._roll(issued))
         issuing = self._tasks.start(self._issue_forever())
         while self._step < self._settings.max_steps and not self._stopping:
             waited_from = time.perf_counter()
+            if self._settings.parity_every and self._step >= measured_at + self._settings.parity_every:
+                measured_at = self._step
+                if broken := await self._measure_parity():
+                    self._observer.alarmed(self._step, broken)
             groups = await self._next_batch()
             if groups is None:
                 break
@@ -180,6 +198,21 @@ class Loop:
         if self._evaluating is not None:
             await self._evaluating
         await self._checkpoint(self._step)
+
+    async def _measure_parity(self) -> str:
+        """Compare engines and trainer on a few prompts; return what is wrong with them, or an empty string.
+
+        Waits until both have the same weights, and for a short answer to each prompt.
+        """
+        settings, stages = self._settings, self._stages
+        draws = some_prompts(stages.crew.num_prompts, "train", settings.parity_prompts)
+        if not draws:
+            return ""
+        await self._committed()
+        deadline_s = settings.step_timeout_s
+        completions = await stages.crew.probe(draws, PARITY_TOKENS, deadline_s)
+        self._parity = await stages.trainer.call("parity", completions, deadline_s=deadline_s)
+        return settings.parity_bounds.broken_by(self._parity)
 
     async def _next_batch(self) -> list[Group] | None:
         """Return the oldest full batch, or None when the run is to stop."""
@@ -236,6 +269,8 @@ class Loop:
         )
         self._stages.journal.stepped(report)
         self._observer.step_finished(report)
+        if broken := settings.parity_bounds.broken_by(trained):  # where the step had tokens of its very weights
+            self._observer.alarmed(self._step, broken)
         if settings.evaluate_every and self._step % settings.evaluate_every == 0:
             self._evaluate()
         if settings.checkpoint_every and self._step % settings.checkpoint_every == 0:
@@ -260,6 +295,7 @@ class Loop:
             "buffer/running_groups": float(stages.buffer.num_gathering),
             "rollout/reissued_groups": float(stages.crew.num_reissued),
             **extra,
+            **self._parity,
         }
 
     async def _publish(self) -> None:
@@ -310,7 +346,7 @@ class Loop:
 
     async def _evaluated(self, step: int) -> None:
         await self._committed()  # the engines may still be reading this step's weights
-        prompts = test_prompts(self._stages.crew.num_prompts, self._settings.evaluation_prompts)
+        prompts = some_prompts(self._stages.crew.num_prompts, "test", self._settings.evaluation_prompts)
         groups = await evaluate(self._stages.crew, prompts)
         metrics = {f"eval/{name}": value for name, value in summarise(groups).items()}
         self._stages.journal.evaluated(step, metrics)

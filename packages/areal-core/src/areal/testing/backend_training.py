@@ -10,7 +10,7 @@ import pytest
 
 from areal.algorithms.grpo import Grpo
 from areal.algorithms.sft import Sft
-from areal.contracts.algorithm import TokenBatch
+from areal.contracts.algorithm import Needs, TokenBatch
 from areal.contracts.backend import Backend
 from areal.contracts.messages import Group
 from areal.testing.backend_fixtures import (
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 class Watching:
     """Remembers what a loss is given. Invariant: the loss is `inner`'s, times `factor`."""
 
-    needs_advantage = False
+    needs = Needs(advantage=False)
 
     def __init__(self, factor: float = 1.0) -> None:
         self.seen: list[tuple[Tensor, TokenBatch]] = []

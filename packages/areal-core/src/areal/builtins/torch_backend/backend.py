@@ -3,21 +3,22 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from itertools import compress
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from areal.builtins.torch_backend import state
-from areal.builtins.torch_backend.model import PackedModel
+from areal.builtins.torch_backend.model import CriticModel, PackedModel, PolicyModel
 from areal.builtins.torch_backend.optimizer import Optimizer
 from areal.builtins.torch_backend.options import TorchBackendOptions
 from areal.builtins.torch_backend.packing import Packed, micro_batches, pack
 from areal.builtins.torch_backend.schedule import learning_rate as scheduled_rate
-from areal.contracts.algorithm import Algorithm, TokenBatch
-from areal.contracts.messages import Batch, Row
+from areal.builtins.torch_backend.tokens import token_batch
+from areal.contracts.algorithm import Loss
+from areal.contracts.messages import Batch
 from areal.contracts.resharder import Sender
 from areal.contracts.specs import BackendContext
 from areal.contracts.transfer import Layout, Plan, Receipt, TensorSpec, Transfer, local_host
@@ -27,7 +28,7 @@ BYTES_PER_LOGIT = 4
 
 
 class TorchBackend:
-    """Any Hugging Face causal language model on one device.
+    """Any Hugging Face causal language model on one device, or a critic on its backbone.
 
     Invariant: the update depends on the batch, not on its packing into micro-batches; `logprobs` and `train_step`
     compute the same numbers for the same rows.
@@ -46,23 +47,63 @@ class TorchBackend:
         self._num_updates = 0
         self._sender: tuple[Plan, Sender] | None = None
         self._model: PackedModel | None = None
+        self._reference: list[Tensor] | None = None
+        """Weights of ``actor@0`` in the order of the parameters; while they are in use, the policy's."""
         self._optimizer: Optimizer
 
     def start(self) -> None:
         """Load the model and make the optimizer; WorkerFailed for a model that cannot be loaded or packed."""
-        max_logits = self._options.logits_mb * 2**20 // BYTES_PER_LOGIT
-        self._model = PackedModel(self._context, self._device, max_logits)
+        if self._context.role == "critic":
+            self._model = CriticModel(self._context, self._device)
+        else:
+            max_logits = self._options.logits_mb * 2**20 // BYTES_PER_LOGIT
+            self._model = PolicyModel(self._context, self._device, max_logits)
         module = self._model.module
         self._optimizer = Optimizer(module, self._context.training, self._options.adam_eps, self._device)
         self._tokenizer = state.load_tokenizer(self._context.model.path)
 
-    @torch.no_grad()
     def logprobs(self, batch: Batch) -> list[tuple[float, ...]]:
         """Return for each row [T] logprobs of its tokens (0 where loss_mask is False) under the current weights."""
+        return self._numbers(batch)
+
+    def values(self, batch: Batch) -> list[tuple[float, ...]]:
+        """Return for each row [T] a critic's values of the states before its trained tokens (0 elsewhere)."""
+        return self._numbers(batch)
+
+    @torch.no_grad()
+    def freeze_reference(self) -> None:
+        """Keep a copy of the current weights (float32) as ``actor@0``."""
+        self._reference = [parameter.clone() for _, parameter in self._weights()]
+
+    def reference_logprobs(self, batch: Batch) -> list[tuple[float, ...]]:
+        """Return what `logprobs` does, under the weights of ``actor@0``."""
+        with self._reference_in_place():
+            return self._numbers(batch)
+
+    @contextmanager
+    def _reference_in_place(self) -> Iterator[None]:
+        """Exchange the policy's weights for the reference's; nothing is copied."""
+        if self._reference is None:
+            raise WorkerFailed(
+                "there is no reference: it is frozen before the first step, and this run went on from a checkpoint "
+                "without one; give algorithm.ref an HF folder, or start a new run"
+            )
+        self._exchange(self._reference)
+        try:
+            yield
+        finally:
+            self._exchange(self._reference)
+
+    def _exchange(self, kept: list[Tensor]) -> None:
+        for i, parameter in enumerate(self._started().module.parameters()):
+            parameter.data, kept[i] = kept[i], parameter.data
+
+    @torch.no_grad()
+    def _numbers(self, batch: Batch) -> list[tuple[float, ...]]:
         model = self._started()
         found = [[0.0] * len(row.token_ids) for row in batch.rows]
         for packed in self._micro_batches(batch):
-            values, _ = model.token_logprobs(packed, batch.temperature)
+            values, _ = model.token_numbers(packed, batch.temperature)
             numbers = iter(values.tolist())
             for i in packed.rows:
                 for t, is_trained in enumerate(batch.rows[i].loss_mask):
@@ -70,16 +111,14 @@ class TorchBackend:
                         found[i][t] = next(numbers)
         return [tuple(row) for row in found]
 
-    def train_step(self, batch: Batch, loss: Algorithm, learning_rate: float | None = None) -> Mapping[str, float]:
+    def train_step(self, batch: Batch, loss: Loss, learning_rate: float | None = None) -> Mapping[str, float]:
         """Make one optimizer update; see the contract. A batch without trained tokens moves the schedule only."""
         model = self._started()
         rate = scheduled_rate(self._context.training, self._num_updates) if learning_rate is None else learning_rate
-        computed_tokens = sum(row.num_loss_tokens for row in batch.rows)
         shares: list[dict[str, Tensor]] = []
         for packed in self._micro_batches(batch):
-            logprobs, entropy = model.token_logprobs(packed, batch.temperature)
-            tokens = _token_batch(batch, packed, logprobs.detach(), entropy, computed_tokens)
-            value, named = loss.loss(logprobs, tokens)
+            numbers, entropy = model.token_numbers(packed, batch.temperature)
+            value, named = loss.loss(numbers, token_batch(batch, packed, numbers.detach(), entropy))
             self._optimizer.backward(value)
             shares.append({"loss": value, **named})
         grad_norm, skipped = self._optimizer.step(rate)
@@ -124,6 +163,7 @@ class TorchBackend:
             "optimizer": self._optimizer.state_dict(),
             "num_updates": self._num_updates,
             "random": state.random_state(self._device),
+            "reference": self._reference,
         }
         state.save_state(everything, folder / state.STATE_FILE)
 
@@ -140,6 +180,7 @@ class TorchBackend:
             parameter.copy_(weights[name])
         self._optimizer.load_state_dict(saved["optimizer"])
         self._num_updates = saved["num_updates"]
+        self._reference = saved["reference"]
         state.set_random_state(saved["random"], self._device)
 
     def close(self) -> None:
@@ -158,44 +199,9 @@ class TorchBackend:
             yield name, parameter.detach()
 
     def _micro_batches(self, batch: Batch) -> Iterator[Packed]:
-        for chosen in micro_batches(batch.rows, self._context.training.micro_batch_tokens):
+        budget = self._context.training.micro_batch_tokens
+        for chosen in micro_batches(batch.rows, budget, whole_groups=batch.whole_groups):
             yield pack(batch.rows, chosen, self._device)
-
-
-def _token_batch(batch: Batch, packed: Packed, current: Tensor, entropy: Tensor, computed_tokens: int) -> TokenBatch:
-    """Return the trained tokens of a micro-batch; rows without proximal logprobs take the `current` ones."""
-    rows = [batch.rows[i] for i in packed.rows]
-
-    def trained(values: Iterable[Sequence[float]]) -> Tensor:
-        flat = [x for row, numbers in zip(rows, values, strict=True) for x in compress(numbers, row.loss_mask)]
-        return torch.tensor(flat, device=current.device)
-
-    return TokenBatch(
-        behavior_logprobs=trained(row.logprobs for row in rows),
-        proximal_logprobs=_proximal(rows, current),
-        advantages=trained(row.advantages for row in rows),
-        versions=trained(row.versions for row in rows),
-        sequence=packed.sequence,
-        num_sequences=len(rows),
-        entropy=entropy,
-        total_tokens=batch.num_tokens,
-        total_sequences=batch.num_sequences,
-        computed_tokens=computed_tokens,
-    )
-
-
-def _proximal(rows: Sequence[Row], current: Tensor) -> Tensor:
-    if all(row.proximal_logprobs is None for row in rows):
-        return current
-    parts = current.split([row.num_loss_tokens for row in rows])
-    return torch.cat(
-        [
-            part
-            if row.proximal_logprobs is None
-            else part.new_tensor([*compress(row.proximal_logprobs, row.loss_mask)])
-            for row, part in zip(rows, parts, strict=True)
-        ]
-    )
 
 
 def _combined(shares: Sequence[Mapping[str, Tensor]]) -> dict[str, float]:

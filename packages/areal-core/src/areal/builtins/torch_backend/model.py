@@ -1,13 +1,15 @@
-"""The model: a Hugging Face causal language model in float32 that computes packed rows."""
+"""The model: a Hugging Face model in float32 that computes packed rows, with an LM head or a critic's."""
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
+from collections.abc import Collection
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoModelForCausalLM, AutoModelForTokenClassification, PreTrainedModel
 
 from areal.builtins.quiet import no_progress_bar
 from areal.builtins.torch_backend import attention
@@ -22,27 +24,40 @@ AMP_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 PROBE_TOLERANCE = 1e-3
 
 
-class PackedModel:
-    """Invariant: the logprob of a token depends on its row and the weights, not on the rows packed with it."""
+class PackedModel(ABC):
+    """Invariant: a token's number depends on its row and the weights, not on the rows packed with it."""
 
-    def __init__(self, context: BackendContext, device: torch.device, max_logits: int) -> None:
-        """Load ``context.model.path``; WorkerFailed in one sentence. `max_logits`: logits computed at once."""
+    def __init__(self, context: BackendContext, device: torch.device) -> None:
+        """Load ``context.model.path``; WorkerFailed in one sentence."""
         self._device = device
         self._amp: AmpSpec = context.training.amp
         self._path = context.model.path
-        self.module = _load(self._path)
+        self.module = self._load()
         nn.Module.to(self.module, device)
         self.module.eval()
         _stop_dropout(self.module)
         self._backbone: nn.Module = self.module.base_model
-        self._head = _head(self.module, self._path)
-        self._max_rows = max(1, max_logits // self.module.config.get_text_config().vocab_size)
-        self._check_packing()
+        self._prepare()
         if context.training.activation_checkpointing:
             self._checkpoint_activations()
 
-    def token_logprobs(self, packed: Packed, temperature: float) -> tuple[Tensor, Tensor]:
-        """Return logprob and entropy of each trained token ([N] float32 each), with gradient if grad is enabled."""
+    @abstractmethod
+    def _load(self) -> PreTrainedModel:
+        """Return the model with its head."""
+
+    @abstractmethod
+    def _prepare(self) -> None:
+        """Find the head and switch to this backend's attention."""
+
+    @abstractmethod
+    def _numbers(self, hidden: Tensor, packed: Packed, temperature: float) -> tuple[Tensor, Tensor]:
+        """Return what `token_numbers` does, from the states of the predictors ([P, H])."""
+
+    def token_numbers(self, packed: Packed, temperature: float) -> tuple[Tensor, Tensor]:
+        """Return a number for each trained token and the entropy there ([N] float32 each).
+
+        The number is its logprob, or a critic's value of the state before it; with gradient if grad is enabled.
+        """
         with torch.autocast(self._device.type, AMP_DTYPES[self._amp.dtype], enabled=self._amp.enabled):
             hidden = self._backbone(
                 input_ids=packed.token_ids.unsqueeze(0),
@@ -50,14 +65,37 @@ class PackedModel:
                 row_groups=packed.groups,
                 use_cache=False,
             ).last_hidden_state
-            return token_logprobs(
-                self._logits,
-                hidden[0, packed.predictors],
-                packed.predictor,
-                packed.targets,
-                temperature,
-                self._max_rows,
+            return self._numbers(hidden[0, packed.predictors], packed, temperature)
+
+    def _checkpoint_activations(self) -> None:
+        if not self.module.supports_gradient_checkpointing:
+            raise WorkerFailed(
+                f"training.activation_checkpointing is on and {type(self.module).__name__} cannot do it; turn it off"
             )
+        self.module.gradient_checkpointing_enable({"use_reentrant": False})
+        # transformers recomputes in training mode only; nothing else differs, dropout is off.
+        self.module.train()
+
+
+class PolicyModel(PackedModel):
+    """A causal language model. Invariant: logprobs are those of the model's own forward pass, row by row."""
+
+    def __init__(self, context: BackendContext, device: torch.device, max_logits: int) -> None:
+        """As `PackedModel`; `max_logits`: logits computed at once."""
+        self._max_logits = max_logits
+        super().__init__(context, device)
+
+    def _load(self) -> PreTrainedModel:
+        model, _ = _load(AutoModelForCausalLM, self._path)
+        return model
+
+    def _prepare(self) -> None:
+        self._head = _head(self.module, self._path)
+        self._max_rows = max(1, self._max_logits // self.module.config.get_text_config().vocab_size)
+        self._check_packing()
+
+    def _numbers(self, hidden: Tensor, packed: Packed, temperature: float) -> tuple[Tensor, Tensor]:
+        return token_logprobs(self._logits, hidden, packed.predictor, packed.targets, temperature, self._max_rows)
 
     def _logits(self, hidden: Tensor) -> Tensor:
         """Return the logits of hidden states as the model's own forward does; `_check_packing` compares them."""
@@ -84,7 +122,7 @@ class PackedModel:
         try:
             own = [self._own_logprobs(row) for row in rows]
             self.module.set_attn_implementation(attention.NAME)
-            packed, _ = self.token_logprobs(pack(rows, range(len(rows)), self._device), 1.0)
+            packed, _ = self.token_numbers(pack(rows, range(len(rows)), self._device), 1.0)
             distance = float((packed - torch.cat(own)).abs().max())
         except (TypeError, ValueError, RuntimeError, AttributeError, KeyError, IndexError) as error:
             raise _unsupported(self._path, f"{type(error).__name__}: {_line(error)}") from error
@@ -100,26 +138,40 @@ class PackedModel:
         logits = self.module(input_ids=ids.unsqueeze(0), use_cache=False).logits[0, :-1].float()
         return logits.log_softmax(-1).gather(-1, ids[1:].unsqueeze(-1)).squeeze(-1)
 
-    def _checkpoint_activations(self) -> None:
-        if not self.module.supports_gradient_checkpointing:
-            raise WorkerFailed(
-                f"training.activation_checkpointing is on and {type(self.module).__name__} cannot do it; turn it off"
-            )
-        self.module.gradient_checkpointing_enable({"use_reentrant": False})
-        # transformers recomputes in training mode only; nothing else differs, dropout is off.
-        self.module.train()
+
+class CriticModel(PackedModel):
+    """A backbone with one number for each state. Invariant: a head that the folder does not hold starts at 0."""
+
+    def _load(self) -> PreTrainedModel:
+        model, missing = _load(AutoModelForTokenClassification, self._path, num_labels=1)
+        head: Any = getattr(model, "score", None)
+        if not isinstance(head, nn.Linear):
+            raise _unsupported(self._path, f"{type(model).__name__} has no linear head 'score' for a critic")
+        if any(name.startswith("score.") for name in missing):
+            for parameter in head.parameters():
+                nn.init.zeros_(parameter)
+        return model
+
+    def _prepare(self) -> None:
+        self._head = cast(nn.Module, self.module.score)
+        # The policy's model has the same layers, and compares what they give with its own forward pass.
+        self.module.set_attn_implementation(attention.NAME)
+
+    def _numbers(self, hidden: Tensor, packed: Packed, temperature: float) -> tuple[Tensor, Tensor]:
+        values = self._head(hidden).float()[packed.predictor, 0]
+        return values, torch.zeros_like(values)
 
 
-def _load(path: str) -> PreTrainedModel:
+def _load(kind: Any, path: str, **more: Any) -> tuple[PreTrainedModel, Collection[str]]:
+    """Return the model and the names of the weights that the folder does not hold."""
     if not path:
         raise WorkerFailed("the backend has no model: model.path is empty; give a Hugging Face folder or hub id")
     # A folder is never looked up on the network. Eager attention is what every model has.
-    source: dict[str, Any] = {"local_files_only": Path(path).is_dir()}
+    source: dict[str, Any] = {"local_files_only": Path(path).is_dir(), "output_loading_info": True, **more}
     try:
         with no_progress_bar():
-            return AutoModelForCausalLM.from_pretrained(
-                path, dtype=torch.float32, attn_implementation="eager", **source
-            )
+            model, info = kind.from_pretrained(path, dtype=torch.float32, attn_implementation="eager", **source)
+            return model, info["missing_keys"]
     except (OSError, ValueError, KeyError, RuntimeError, ImportError, AssertionError) as error:
         if Path(path).exists():
             reason = f"cannot load a causal language model from {path!r} ({_line(error)})"

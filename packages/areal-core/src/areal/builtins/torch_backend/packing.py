@@ -40,22 +40,27 @@ class Packed:
     """[N] int64, 0..R-1, ascending."""
 
 
-def micro_batches(rows: Sequence[Row], budget: int) -> list[list[int]]:
+def micro_batches(rows: Sequence[Row], budget: int, *, whole_groups: bool = False) -> list[list[int]]:
     """Split rows into micro-batches of at most `budget` tokens and return their positions.
 
     Rows without trained tokens are left out. Rows that begin alike come together; their shared tokens count in
-    every row. A row is never split: one above the budget is alone.
+    every row. A row is never split, and with `whole_groups` neither are the rows of a group: one above the budget
+    is alone.
     """
     lengths = [_num_inputs(row) for row in rows]
     order = sorted((i for i, length in enumerate(lengths) if length), key=lambda i: rows[i].token_ids)
+    units: dict[int, list[int]] = defaultdict(list)
+    for i in order:
+        units[rows[i].group if whole_groups else i].append(i)
     batches: list[list[int]] = []
     used = budget
-    for i in order:
-        if used + lengths[i] > budget:
+    for unit in units.values():
+        length = sum(lengths[i] for i in unit)
+        if used + length > budget:
             batches.append([])
             used = 0
-        batches[-1].append(i)
-        used += lengths[i]
+        batches[-1] += unit
+        used += length
     return batches
 
 

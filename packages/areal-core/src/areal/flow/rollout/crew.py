@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 
 from areal.contracts.cluster import Handle
-from areal.errors import WorkerFailed
+from areal.contracts.messages import Completion
+from areal.errors import WorkerDied, WorkerFailed
 from areal.flow.rollout.worker import GroupRequest, Part
 
 Spawn = Callable[[str], Awaitable[Handle]]
@@ -17,6 +19,7 @@ SILENCE_GRACE_S = 30.0
 """Episodes end by their own deadline; a worker that is silent for so much longer hangs."""
 RETRY_PAUSE_S = 0.2
 """Between two attempts at a group, so that a broken worker cannot spin."""
+PROBE_ATTEMPTS = 3
 
 
 class Crew:
@@ -85,6 +88,13 @@ class Crew:
                 await asyncio.sleep(RETRY_PAUSE_S * 2**fruitless)
             finally:
                 self._busy[handle.name] -= 1
+
+    async def probe(self, draws: Sequence[tuple[str, int]], max_new_tokens: int, deadline_s: float) -> list[Completion]:
+        """Return a short completion of each (environment, index) of the training split; WorkerFailed."""
+        for _ in range(PROBE_ATTEMPTS - 1):
+            with suppress(WorkerDied):
+                return await (await self._pick()).call("probe", draws, max_new_tokens, deadline_s=deadline_s)
+        return await (await self._pick()).call("probe", draws, max_new_tokens, deadline_s=deadline_s)
 
     async def _pick(self) -> Handle:
         while not self._handles:

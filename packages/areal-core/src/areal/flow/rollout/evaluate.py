@@ -5,14 +5,15 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Mapping, Sequence
 
+from areal.contracts.environment import Split
 from areal.contracts.messages import Group, Prompt, Trajectory
 from areal.flow.rollout.crew import Crew
 from areal.flow.rollout.worker import GroupRequest
 
 
-def test_prompts(num_prompts: Mapping[str, Mapping[str, int]], wanted: int) -> list[tuple[str, int]]:
-    """Return (environment, index) of at most `wanted` test prompts, spread evenly over the environments."""
-    draws = [(index, name) for name, splits in num_prompts.items() for index in range(min(splits["test"], wanted))]
+def some_prompts(num_prompts: Mapping[str, Mapping[str, int]], split: Split, wanted: int) -> list[tuple[str, int]]:
+    """Return (environment, index) of at most `wanted` prompts of a split, spread evenly over the environments."""
+    draws = [(index, name) for name, splits in num_prompts.items() for index in range(min(splits[split], wanted))]
     return [(name, index) for index, name in sorted(draws)[:wanted]]
 
 

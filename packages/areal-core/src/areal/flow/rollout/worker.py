@@ -13,7 +13,7 @@ from typing import Any, cast, get_args
 from areal.contracts.cluster import Handle
 from areal.contracts.component import Component
 from areal.contracts.environment import Environment, Split
-from areal.contracts.messages import Outcome, Prompt, Sampling, Status, Trajectory
+from areal.contracts.messages import Completion, GenerateRequest, Outcome, Prompt, Sampling, Status, Trajectory
 from areal.contracts.specs import EnvironmentContext
 from areal.errors import ArealError, WorkerFailed
 from areal.flow.rollout.client import ChatCodec, EpisodeClient
@@ -143,6 +143,20 @@ class RolloutWorker:
         if self._failures_to_show and not isinstance(error, (TimeoutError, asyncio.CancelledError)):
             self._failures_to_show -= 1
             traceback.print_exception(error)
+
+    async def probe(self, draws: Sequence[tuple[str, int]], max_new_tokens: int) -> list[Completion]:
+        """Return a short completion of each training prompt, as the engines sample in training."""
+        sampling = replace(self._sampling, max_new_tokens=min(max_new_tokens, self._sampling.max_new_tokens))
+        requests = [
+            GenerateRequest(
+                uid=f"probe/{number}",
+                prompt_ids=self._codec.encode(self._prompts[name, "train"][index].messages),
+                sampling=sampling,
+                seed=number,
+            )
+            for number, (name, index) in enumerate(draws)
+        ]
+        return await asyncio.gather(*(self._engines.generate(request) for request in requests))
 
     def demonstrations(self, draws: Sequence[tuple[str, int]]) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
         """Return (prompt ids, answer ids) of training prompts that carry a reference answer."""

@@ -18,7 +18,12 @@ def rows_of(group: Group, advantages: Sequence[Advantage]) -> list[Row]:
     for trajectory, advantage in zip(group.trajectories, advantages, strict=True):
         if trajectory.outcome.status == "ok" and trajectory.num_tokens:
             rows += _trajectory_rows(trajectory, _per_token(trajectory, advantage))
-    return rows
+    return [replace(row, group=group.number) for row in rows]
+
+
+def row_of(completion: Completion) -> Row:
+    """Return one completion as a row whose sampled tokens count, without advantage."""
+    return _extended(_EMPTY, completion, (0.0,) * len(completion.token_ids))
 
 
 def mask_stale(row: Row, oldest: Version) -> tuple[Row, int]:

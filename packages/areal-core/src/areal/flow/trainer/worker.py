@@ -4,18 +4,21 @@ from __future__ import annotations
 
 import random
 import time
-from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from areal.contracts.algorithm import Algorithm, NormalizesBatch
+from areal.contracts.algorithm import Algorithm, Needs, RefinesAdvantages, UsesCritic
 from areal.contracts.backend import Backend, Closes
 from areal.contracts.component import Component, import_object
-from areal.contracts.messages import Batch, Group, Row, Version
+from areal.contracts.messages import Batch, Completion, Group, Row, Version
 from areal.contracts.specs import BackendContext
 from areal.contracts.transfer import Layout, Receipt, Transfer
-from areal.flow.trainer.rows import has_advantage, mask_stale, rows_of
+from areal.errors import PluginError
+from areal.flow.trainer.critic import Critic, make_critic
+from areal.flow.trainer.parity import compared, step_parity
+from areal.flow.trainer.reference import Reference, make_reference
+from areal.flow.trainer.rows import has_advantage, mask_stale, row_of, rows_of
 
 Demonstration = tuple[tuple[int, ...], tuple[int, ...]]
 """(prompt ids, answer ids)"""
@@ -46,9 +49,21 @@ class TrainerWorker:
         temperature: float,
     ) -> None:
         self._context = context
-        self._temperature = temperature
-        self._backend: Backend = backend.load()(backend_options, context)
+        self._temperature = temperature if temperature > 0 else 1.0
+        make = backend.load()
+
+        def instance(context: BackendContext) -> Backend:
+            return make(backend_options, context)
+
+        self._backend = instance(context)
         self._algorithm: Algorithm = algorithm.load()(algorithm_options)
+        self._needs = _needs_of(self._algorithm, algorithm.name)
+        self._reference: Reference | None = make_reference(
+            self._needs.reference, self._backend, backend.name, instance, context
+        )
+        self._critic: Critic | None = None
+        if isinstance(self._algorithm, UsesCritic):
+            self._critic = make_critic(self._algorithm, backend, instance, context)
 
     def prepare(self, function: str, *args: Any) -> Any:
         """Run the function that a dotted path names in this process, where heavy libraries are at home anyway."""
@@ -56,7 +71,15 @@ class TrainerWorker:
 
     def start(self) -> Layout:
         self._backend.start()
+        for companion in (self._reference, self._critic):
+            if companion is not None:
+                companion.start()
         return self._backend.layout()
+
+    def parity(self, completions: Sequence[Completion]) -> dict[str, float]:
+        """Compare the engines' logprobs of these completions with those of the current weights."""
+        rows = [row_of(completion) for completion in completions if completion.token_ids]
+        return compared(rows, self._backend.logprobs(self._batch(rows, 0)))
 
     def warm_up(self, demonstrations: Sequence[Demonstration], algorithm: Component, learning_rate: float) -> float:
         """Make one supervised update on (prompt ids, answer ids) pairs and return its loss."""
@@ -76,44 +99,69 @@ class TrainerWorker:
             masked = [mask_stale(row, request.oldest_version) for row in rows]
             rows = [row for row, _ in masked]
             num_masked = sum(taken for _, taken in masked)
-        if isinstance(self._algorithm, NormalizesBatch):
-            rows = self._algorithm.normalize(rows)
-        metrics = self._update(rows, request.step)
+        rows = self._refined(rows, request.version)
+        metrics = self._update(rows, request)
+        if self._critic is not None:
+            metrics |= self._critic.judged(rows)
         return metrics | {"staleness/masked_tokens": float(num_masked), "time/train_s": time.perf_counter() - began}
 
-    def _update(self, rows: Sequence[Row], step: int) -> dict[str, float]:
-        order = list(rows)
-        num_minibatches = self._context.training.minibatches
-        if num_minibatches > 1:
-            random.Random(f"{self._context.seed}/{step}").shuffle(order)
-            everything = self._batch(order)
-            order = [
-                row.with_proximal(logprobs)
-                for row, logprobs in zip(order, self._backend.logprobs(everything), strict=True)
+    def _refined(self, rows: list[Row], version: Version) -> list[Row]:
+        """Return the rows with everything that is known before the first update."""
+        refines = isinstance(self._algorithm, RefinesAdvantages)
+        if self._reference is not None:
+            self._reference.begin(version)
+            read = [refines or not self._needs.advantage or has_advantage(row) for row in rows]
+            wanted = [row for row, is_read in zip(rows, read, strict=True) if is_read]
+            found = iter(self._reference.logprobs(self._batch(wanted, version)))
+            rows = [
+                replace(row, reference_logprobs=next(found)) if is_read else row
+                for row, is_read in zip(rows, read, strict=True)
             ]
-        sums: dict[str, float] = defaultdict(float)
+        if self._critic is not None:
+            values = self._critic.values(self._batch(rows, version))
+            rows = [replace(row, values=found) for row, found in zip(rows, values, strict=True)]
+        return self._algorithm.refine(rows) if isinstance(self._algorithm, RefinesAdvantages) else rows
+
+    def _update(self, rows: list[Row], request: TrainRequest) -> dict[str, float]:
+        num_minibatches = self._context.training.minibatches
+        if num_minibatches > 1 and self._needs.proximal:
+            proximal = self._backend.logprobs(self._batch(rows, request.version))
+            rows = [row.with_proximal(logprobs) for row, logprobs in zip(rows, proximal, strict=True)]
+        steps: list[Mapping[str, float]] = []
         num_skipped_rows = 0
-        for number in range(num_minibatches):
-            batch = self._batch(order[number::num_minibatches])
+        for part in self._minibatches(rows, request.step):
+            batch = self._batch(part, request.version)
             useful = self._useful(batch)
             num_skipped_rows += len(batch.rows) - len(useful.rows)
-            for name, value in self._backend.train_step(useful, self._algorithm).items():
-                sums[name] += value / num_minibatches
-        return {_metric(name): value for name, value in sums.items()} | {
-            "rows/without_advantage": float(num_skipped_rows)
-        }
+            statistics = self._backend.train_step(useful, self._algorithm)
+            metrics = {_metric(name): value for name, value in statistics.items()}
+            steps.append({**metrics, **(self._critic.train(batch) if self._critic is not None else {})})
+        return step_parity(_mean(steps)) | {"rows/without_advantage": float(num_skipped_rows)}
 
-    def _batch(self, rows: Sequence[Row]) -> Batch:
+    def _minibatches(self, rows: Sequence[Row], step: int) -> list[list[Row]]:
+        """Deal the rows out, or whole groups of them where the loss compares rows of one group."""
+        num_minibatches = self._context.training.minibatches
+        units: dict[int, list[Row]] = {}
+        for number, row in enumerate(rows):
+            units.setdefault(row.group if self._needs.whole_groups else number, []).append(row)
+        order = list(units.values())
+        if num_minibatches > 1:
+            random.Random(f"{self._context.seed}/{step}").shuffle(order)
+        return [[row for unit in order[k::num_minibatches] for row in unit] for k in range(num_minibatches)]
+
+    def _batch(self, rows: Sequence[Row], version: Version) -> Batch:
         return Batch(
             rows=tuple(rows),
             num_tokens=sum(row.num_loss_tokens for row in rows),
             num_sequences=len(rows),
-            temperature=self._temperature if self._temperature > 0 else 1.0,
+            temperature=self._temperature,
+            version=version,
+            whole_groups=self._needs.whole_groups,
         )
 
     def _useful(self, batch: Batch) -> Batch:
         """Leave out rows that cannot give a gradient; the batch's totals still count them."""
-        if not self._algorithm.needs_advantage:
+        if not self._needs.advantage:
             return batch
         return replace(batch, rows=tuple(row for row in batch.rows if has_advantage(row) and row.num_loss_tokens))
 
@@ -122,13 +170,36 @@ class TrainerWorker:
 
     def save(self, path: str) -> None:
         self._backend.save(path)
+        if self._critic is not None:
+            self._critic.save(path)
 
     def load(self, path: str) -> None:
         self._backend.load(path)
+        if self._critic is not None:
+            self._critic.load(path)
 
     def close(self) -> None:
         if isinstance(self._backend, Closes):
             self._backend.close()
+
+
+def _needs_of(algorithm: object, name: str) -> Needs:
+    needs = getattr(algorithm, "needs", None)
+    if not isinstance(needs, Needs):
+        raise PluginError(
+            f"algorithm {name!r} does not say what it needs; give its class an attribute `needs`, an "
+            "areal.contracts.algorithm.Needs"
+        )
+    return needs
+
+
+def _mean(steps: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    """Return each statistic's mean over the mini-batches, or the largest where the name ends in ``_max``."""
+    values: dict[str, list[float]] = {}
+    for statistics in steps:
+        for name, value in statistics.items():
+            values.setdefault(name, []).append(value)
+    return {name: max(found) if name.endswith("_max") else sum(found) / len(steps) for name, found in values.items()}
 
 
 def _demonstration_row(prompt: tuple[int, ...], answer: tuple[int, ...]) -> Row:
