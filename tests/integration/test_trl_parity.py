@@ -141,6 +141,7 @@ class Ours:
             advantages=torch.tensor(advantages, dtype=torch.float64)[sequence],
             versions=torch.zeros_like(sequence),
             version=0,
+            first_update=True,
             sequence=sequence,
             num_sequences=len(rows),
             group=torch.arange(len(rows)) // (len(rows) // groups),

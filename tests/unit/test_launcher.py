@@ -68,6 +68,15 @@ def test_mistakes_are_one_line(script: Path, arguments: list[str], said: str) ->
     assert "Traceback" not in result.output
 
 
+def test_a_script_that_is_not_python(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    broken = tmp_path / "broken.py"
+    broken.write_text("import os\ndef main(config:\n")
+    with pytest.raises(ConfigError, match=r"broken\.py:2 is not Python: ") as caught:
+        launch(str(broken), None, ())
+    assert "\n" not in str(caught.value)
+
+
 def test_scripts_that_cannot_be_run(script: Path, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"the script 'no\.py' does not exist; give the path of a Python file"):
         launch("no.py", None, ())

@@ -27,6 +27,7 @@ class Case:
         self.proximal = [c.detach() + uniform(len(c), -spread, spread) for c in self.current]
         self.behavior = [p + uniform(len(p), -spread, spread) for p in self.proximal]
         self.advantage = uniform(num_sequences, -2, 2).tolist()
+        self.first_update = False
         self.fill(spread)
 
     def fill(self, spread: float = 0.3) -> None:
@@ -62,6 +63,7 @@ class Case:
             ),
             versions=torch.tensor([v for i in part for v in self.versions[i]]),
             version=VERSION,
+            first_update=self.first_update,
             reference_logprobs=torch.cat([self.reference[i] for i in part]),
             old_values=torch.cat([self.old_values[i] for i in part]),
             returns=torch.cat([self.returns[i] for i in part]),

@@ -10,6 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from loss_cases import VERSION, Case, agree
+from pydantic import ValidationError
 from torch import Tensor
 
 from areal.algorithms.advantages import discounted_turns
@@ -110,11 +111,30 @@ def test_in_the_reward_each_token_pays_for_all_that_follow() -> None:
     assert algorithm.needs == Needs(advantage=True, reference="actor@0"), "no row is needed for the loss alone"
     (refined,) = algorithm.refine([row((1.0, 1.0), (-1.0, -2.0), (-1.4, -1.0))])
     # Costs 0.2 and -0.5.
-    assert refined.advantages[1:] == pytest.approx((1.3, 1.5))
+    assert refined.advantages == pytest.approx((0.0, 1.3, 1.5))
     case = Case(1)
     assert case.loss(algorithm) == case.loss(Grpo()), "and the loss has none"
     with pytest.raises(ValueError, match="no reference_logprobs"):
         algorithm.refine([Row(token_ids=(1,), loss_mask=(False,), logprobs=(0.0,), versions=(-1,), advantages=(0.0,))])
+
+
+@pytest.mark.parametrize("ref", ["", "actor@7", "actor@"])
+def test_references_that_cannot_be(ref: str) -> None:
+    with pytest.raises(ValidationError, match="names no reference policy; write actor@0, an HF folder or a hub id"):
+        GrpoOptions(ref=ref)
+
+
+def test_a_reward_has_the_estimator_whose_expected_gradient_is_the_divergences() -> None:
+    """Over a distribution that can be summed: E[-cost * grad log pi] is minus the gradient of KL(pi || ref)."""
+    logits = torch.tensor([0.3, -0.2, 0.5], dtype=torch.float64, requires_grad=True)
+    ref = torch.tensor([0.2, 0.5, 0.3], dtype=torch.float64).log()
+    pi = logits.log_softmax(0)
+    (wanted,) = torch.autograd.grad((pi.exp() * (pi - ref)).sum(), logits, retain_graph=True)
+    algorithm = Grpo(GrpoOptions(kl_coefficient=1.0, kl_in="reward"))
+    rows = [row((0.0,), (float(lp),), (float(r),)) for lp, r in zip(pi, ref, strict=True)]
+    advantages = torch.tensor([refined.advantages[1] for refined in algorithm.refine(rows)], dtype=torch.float64)
+    (found,) = torch.autograd.grad(-(pi.exp().detach() * advantages * pi).sum(), logits)
+    assert found.tolist() == pytest.approx(wanted.tolist(), abs=1e-12)
 
 
 def test_what_is_needed() -> None:
@@ -136,7 +156,10 @@ def test_loglinear_proximal_logprobs(seed: int) -> None:
         alpha = torch.tensor([(VERSION - v) / (VERSION + 1 - v) for v in versions], dtype=torch.float64)
         old = b + alpha * (c.detach() - b)
         terms.append(weight(old, b) * surrogate(case, i, old))
-    agree(case, Grpo(GrpoOptions(proximal="loglinear")), -torch.cat(terms).mean())
+    algorithm = Grpo(GrpoOptions(proximal="loglinear"))
+    agree(case, algorithm, -torch.cat(terms).mean())
+    case.first_update = True
+    assert case.loss(algorithm) == case.loss(Grpo()), "before the first update the real ones are there for nothing"
 
 
 def test_interpolation_at_its_ends() -> None:

@@ -21,6 +21,7 @@ def test_loss_and_gradient() -> None:
         advantages=torch.full((3,), torch.nan),
         versions=torch.zeros(3, dtype=torch.int64),
         version=0,
+        first_update=True,
         sequence=torch.tensor([0, 0, 1]),
         num_sequences=2,
         group=torch.tensor([0, 1]),

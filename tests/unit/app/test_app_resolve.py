@@ -18,6 +18,20 @@ def test_a_backend_for_one_device_is_not_given_four() -> None:
         resolve(config, PLUGINS)
 
 
+@pytest.mark.parametrize("name", ["grpo", "rloo", "dpo", "dapo"])
+def test_one_sample_has_nobody_to_be_compared_with(name: str) -> None:
+    config = RunConfig.model_validate({"algorithm": {"name": name, "group_size": 1}})
+    with pytest.raises(
+        ConfigError, match=f"'algorithm.group_size' is 1 and '{name}', as it is set, compares at least 2"
+    ):
+        resolve(config, PLUGINS)
+
+
+@pytest.mark.parametrize("table", [{"name": "reinforce"}, {"name": "ppo"}, {"name": "grpo", "baseline": "none"}])
+def test_one_sample_is_enough_without_comparison(table: dict[str, str]) -> None:
+    resolve(RunConfig.model_validate({"algorithm": {**table, "group_size": 1}}), PLUGINS)
+
+
 def test_the_default_recipe() -> None:
     resolved = resolve(RunConfig.model_validate({}), PLUGINS)
     assert resolved.engine.component.name == "transformers" and resolved.cluster.component.name == "ray"

@@ -74,6 +74,25 @@ async def test_a_resumed_run_that_is_ahead_of_its_checkpoint_waits() -> None:
     assert await taken_now(pacing) == 1
 
 
+async def test_unfinished_groups_of_an_earlier_run_are_made_in_their_turn() -> None:
+    pacing = make(batch=2, staleness=1, served=1, issued=9)
+    arrived: list[int] = []
+
+    async def made(number: int) -> None:
+        await pacing.turn_of(number)
+        arrived.append(number)
+
+    waiting = [asyncio.ensure_future(made(number)) for number in (8, 6, 5, 2)]
+    for _ in range(3):
+        await asyncio.sleep(0)
+    assert sorted(arrived) == [2, 5]
+    pacing.drop(1)
+    await asyncio.wait_for(waiting[1], 1)
+    assert not waiting[0].done()
+    pacing.publish(2)
+    await asyncio.wait_for(waiting[0], 1)
+
+
 class PacingMachine(RuleBasedStateMachine):
     """Issues, publishes and drops in any order; the model counts for itself."""
 

@@ -27,9 +27,9 @@ def group_advantages(
     - ``leave_one_out``: ``reward - mean of the others`` (RLOO, arXiv 2402.14740);
     - ``none``: the reward itself (REINFORCE).
 
-    `divide_by_std`: over ``max(std, std_floor) + EPS``, the unbiased standard deviation (divisor n - 1). A sample
-    without a reward gets 0 and counts in neither mean nor std. Against a baseline, equal rewards, a single one
-    included, give exactly 0.
+    `divide_by_std`: over ``max(std, std_floor) + EPS``, the unbiased standard deviation (divisor n - 1), unless that is
+    0. A sample without a reward gets 0 and counts in neither mean nor std. Against a baseline, equal rewards, a single
+    one included, give exactly 0.
     """
     known = [reward for reward in rewards if reward is not None]
     if baseline != "none" and (len(known) < 2 or min(known) == max(known)):
@@ -38,7 +38,8 @@ def group_advantages(
     # reward - mean of the others = (reward - mean) n / (n - 1)
     stretch = len(known) / (len(known) - 1) if baseline == "leave_one_out" else 1.0
     deviation = statistics.stdev(known) if divide_by_std and len(known) > 1 else 0.0
-    scale = max(deviation, std_floor) + EPS if divide_by_std else 1.0
+    floored = max(deviation, std_floor)
+    scale = floored + EPS if divide_by_std and floored > 0 else 1.0
     return [0.0 if reward is None else stretch * (reward - mean) / scale for reward in rewards]
 
 

@@ -9,15 +9,14 @@ from pydantic import Field, PositiveFloat
 
 from areal.algorithms.policy import rewards_of
 from areal.algorithms.ratios import log_ratio, sequence_mean, sequence_sum
-from areal.contracts.algorithm import ACTOR_0, Needs, TokenBatch
+from areal.contracts.algorithm import ACTOR_0, AlgorithmOptions, Needs, Ref, TokenBatch
 from areal.contracts.messages import Group
-from areal.contracts.options import Options
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 
-class DpoOptions(Options):
+class DpoOptions(AlgorithmOptions):
     """Invariant: whatever the settings, a group without a better and a worse answer teaches nothing."""
 
     beta: PositiveFloat = 0.1
@@ -26,8 +25,13 @@ class DpoOptions(Options):
     """``sigmoid``: DPO's logistic loss; ``ipo``: the squared loss of IPO, which stops at a margin of 1 / (2 beta)."""
     label_smoothing: Annotated[float, Field(ge=0, lt=0.5)] = 0.0
     """Share of preferences taken to be the wrong way round; read by ``sigmoid``."""
-    ref: Annotated[str, Field(min_length=1)] = ACTOR_0
+    ref: Ref = ACTOR_0
     """The reference policy: ``actor@0``, the run's own before its first step, or a Hugging Face folder or hub id."""
+
+    @property
+    def least_group_size(self) -> int:
+        """Two make a pair."""
+        return 2
 
 
 class Dpo:

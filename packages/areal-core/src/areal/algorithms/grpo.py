@@ -37,6 +37,11 @@ class GrpoOptions(PolicyOptions):
     dual_clip: Annotated[float, Field(gt=1)] | None = None
     """Bound, in units of the advantage, on the loss of tokens with negative advantage; null: none."""
 
+    @property
+    def least_group_size(self) -> int:
+        """A baseline within the group needs somebody to compare with."""
+        return 1 if self.baseline == "none" else 2
+
 
 class Grpo(PolicyGradient):
     """Group relative policy optimisation (arXiv 2402.03300) with the decoupled objective (arXiv 2505.24298).

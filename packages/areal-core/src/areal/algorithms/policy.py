@@ -6,9 +6,9 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from itertools import accumulate
-from typing import TYPE_CHECKING, Annotated, Literal, Self
+from typing import TYPE_CHECKING, Literal, Self
 
-from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt, model_validator
+from pydantic import NonNegativeFloat, PositiveFloat, PositiveInt, model_validator
 
 from areal.algorithms.advantages import normalized
 from areal.algorithms.ratios import (
@@ -18,12 +18,10 @@ from areal.algorithms.ratios import (
     behavior_weight,
     interpolated,
     kl_estimate,
-    log_ratio,
     sequence_mean,
 )
-from areal.contracts.algorithm import ACTOR_0, Needs, TokenBatch
+from areal.contracts.algorithm import ACTOR_0, AlgorithmOptions, Needs, Ref, TokenBatch
 from areal.contracts.messages import Group, Row
-from areal.contracts.options import Options
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -35,7 +33,7 @@ Proximal = Literal["recompute", "loglinear"]
 KlPlace = Literal["loss", "reward"]
 
 
-class PolicyOptions(Options):
+class PolicyOptions(AlgorithmOptions):
     """Invariant: with on-policy samples, no entropy bonus and no KL, no correction setting changes the gradient."""
 
     objective: Objective = "decoupled"
@@ -62,11 +60,13 @@ class PolicyOptions(Options):
     """Weight of the entropy bonus (nats per token)."""
     kl_coefficient: NonNegativeFloat = 0.0
     """Weight of the divergence from the reference policy (nats per token); 0: there is no reference."""
-    kl_estimator: KlEstimator = "k3"
-    """How a token's divergence is estimated: k1, k2 or k3; k1 is for rewards, as a loss it teaches nothing."""
+    kl_estimator: KlEstimator | None = None
+    """How a token's divergence is estimated; null: k1 in the reward, k3 in the loss. Only k1 in the reward, k2 and k3
+    in the loss have (near the reference) the divergence's gradient."""
     kl_in: KlPlace = "loss"
-    """``loss``: added to each token's loss; ``reward``: taken off each token's reward."""
-    ref: Annotated[str, Field(min_length=1)] = ACTOR_0
+    """``loss``: added to each token's loss; ``reward``: taken off the advantages of a token and all before it (off
+    its reward, where there is a critic)."""
+    ref: Ref = ACTOR_0
     """The reference policy: ``actor@0``, the run's own before its first step, or a Hugging Face folder or hub id."""
 
     @model_validator(mode="after")
@@ -89,6 +89,7 @@ class PolicyGradient(ABC):
         self.policy_options = options
         self._kl_in_loss = options.kl_coefficient > 0 and options.kl_in == "loss"
         self._kl_in_reward = options.kl_coefficient > 0 and options.kl_in == "reward"
+        self._kl_estimator: KlEstimator = options.kl_estimator or ("k1" if self._kl_in_reward else "k3")
         self.needs = Needs(
             advantage=options.entropy_coefficient == 0 and not self._kl_in_loss,
             proximal=options.objective == "decoupled" and options.proximal == "recompute",
@@ -114,7 +115,7 @@ class PolicyGradient(ABC):
         """
         if not self._kl_in_reward:
             return list(rows)
-        return [replace(row, advantages=_less_later(row.advantages, self.kl_penalties(row))) for row in rows]
+        return [replace(row, advantages=_less_later(row, self.kl_penalties(row))) for row in rows]
 
     def kl_penalties(self, row: Row) -> list[float]:
         """Return what each token's divergence from the reference costs ([T], 0 where the mask is False)."""
@@ -125,14 +126,13 @@ class PolicyGradient(ABC):
         if row.reference_logprobs is None:
             raise ValueError("a row has no reference_logprobs; the trainer fills in what `needs` asks for")
         sampled, reference = (torch.tensor(x, dtype=torch.float64) for x in (row.logprobs, row.reference_logprobs))
-        options = self.policy_options
-        costs = options.kl_coefficient * kl_estimate(reference, sampled, options.kl_estimator)
+        costs = self.policy_options.kl_coefficient * kl_estimate(reference, sampled, self._kl_estimator)
         return (costs * torch.tensor(row.loss_mask)).tolist()
 
     def loss(self, logprobs: Tensor, batch: TokenBatch) -> tuple[Tensor, Mapping[str, Tensor]]:
         options = self.policy_options
         proximal = batch.proximal_logprobs
-        if options.proximal == "loglinear":
+        if options.proximal == "loglinear" and not batch.first_update:
             proximal = interpolated(logprobs, batch.behavior_logprobs, batch.versions, batch.version)
         weight = behavior_weight(
             proximal,
@@ -155,7 +155,7 @@ class PolicyGradient(ABC):
             "entropy": batch.entropy.detach(),
         }
         if batch.reference_logprobs is not None:
-            divergence = kl_estimate(batch.reference_logprobs, logprobs, options.kl_estimator)
+            divergence = kl_estimate(batch.reference_logprobs, logprobs, self._kl_estimator)
             statistics["reference_kl"] = divergence.detach()
             if self._kl_in_loss:
                 losses = losses + options.kl_coefficient * divergence
@@ -163,28 +163,16 @@ class PolicyGradient(ABC):
         if options.entropy_coefficient:
             total = total - options.entropy_coefficient * batch.entropy.sum() / batch.total_tokens
         means = {name: values.sum() / batch.computed_tokens for name, values in statistics.items()}
-        return total, means | {"behavior_weight_max": weight.max()} | _parity(batch)
+        return total, means | {"behavior_weight_max": weight.max()}
 
 
-def _parity(batch: TokenBatch) -> dict[str, Tensor]:
-    """Return how far engine and trainer are apart on the tokens that these very weights sampled.
-
-    Sums over them, as `areal.flow.trainer.parity` puts them together; the weights moved meanwhile only in later
-    mini-batches of a step whose proximal logprobs are not recomputed.
-    """
-    fresh = (batch.versions == batch.version).to(batch.behavior_logprobs.dtype)
-    apart = log_ratio(batch.proximal_logprobs, batch.behavior_logprobs).abs() * fresh
-    divergence = kl_estimate(batch.proximal_logprobs, batch.behavior_logprobs) * fresh
-    sums = {"parity/fresh_share": fresh, "parity/mean": apart, "parity/kl": divergence}
-    return {name: values.sum() / batch.computed_tokens for name, values in sums.items()} | {
-        "parity/gap_max": apart.max()
-    }
-
-
-def _less_later(advantages: Sequence[float], penalties: Sequence[float]) -> tuple[float, ...]:
-    """Return each advantage less the sum of the penalties from there on."""
+def _less_later(row: Row, penalties: Sequence[float]) -> tuple[float, ...]:
+    """Return each trained token's advantage less the sum of the penalties from there on."""
     later = list(accumulate(reversed(penalties)))[::-1]
-    return tuple(a - cost for a, cost in zip(advantages, later, strict=True))
+    return tuple(
+        advantage - cost if trained else 0.0
+        for advantage, cost, trained in zip(row.advantages, later, row.loss_mask, strict=True)
+    )
 
 
 def aggregate(losses: Tensor, batch: TokenBatch, options: PolicyOptions) -> Tensor:

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from itertools import compress
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Self
 
-from pydantic import Field, PositiveFloat
+from pydantic import Field, PositiveFloat, model_validator
 
 from areal.algorithms.advantages import Baseline, Scale, generalized_advantages
 from areal.algorithms.grpo import Grpo, GrpoOptions
@@ -36,6 +36,12 @@ class PpoOptions(GrpoOptions):
     """Most that a value may learn to move in one step; null: no bound."""
     critic_learning_rate: PositiveFloat | None = None
     """Highest rate of the critic's schedule; null: ``training.learning_rate``."""
+
+    @model_validator(mode="after")
+    def _discounts_by_token(self) -> Self:
+        if self.turn_discount != 1:
+            raise ValueError("ppo discounts by token: set gamma, and leave turn_discount at 1")
+        return self
 
 
 class Ppo(Grpo):

@@ -5,15 +5,14 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from areal.contracts.algorithm import Needs, TokenBatch
+from areal.contracts.algorithm import AlgorithmOptions, Needs, TokenBatch
 from areal.contracts.messages import Group
-from areal.contracts.options import Options
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 
-class SftOptions(Options):
+class SftOptions(AlgorithmOptions):
     """There is nothing to choose. Invariant: none beyond `Options`'."""
 
 

@@ -11,6 +11,7 @@ from areal import env
 from areal.builtins.models.registry import resolve as resolve_model
 from areal.config.schema import AUTO, RunConfig
 from areal.contracts.accelerator import Accelerator
+from areal.contracts.algorithm import AlgorithmOptions
 from areal.contracts.component import Component
 from areal.errors import ConfigError
 from areal.flow.rollout.worker import EnvironmentChoice
@@ -55,13 +56,15 @@ def resolve(config: RunConfig, plugins: Plugins) -> Resolved:
     accelerator = _accelerator(config.device, plugins)
     backend = choose(plugins, "backend", config.backend.name, config.backend.options)
     _check_devices(config, backend.component)
+    algorithm = choose(plugins, "algorithm", config.algorithm.name, config.algorithm.options)
+    _check_group_size(config, algorithm.options)
     return Resolved(
         config=config,
         model_path=resolve_model(config.model.path),
         accelerator=accelerator,
         engine=choose(plugins, "engine", config.engine.name, config.engine.options),
         backend=backend,
-        algorithm=choose(plugins, "algorithm", config.algorithm.name, config.algorithm.options),
+        algorithm=algorithm,
         sft=plugins.resolve("algorithm", "sft"),
         cluster=choose(plugins, "cluster", _cluster_name(config), config.cluster.options),
         reshard=None
@@ -96,6 +99,16 @@ def _check_devices(config: RunConfig, backend: Component) -> None:
         raise ConfigError(
             f"'resources.train' asks for {devices} devices and the backend {backend.name!r} trains on one; "
             "ask for one, or use a backend for many, such as fsdp2"
+        )
+
+
+def _check_group_size(config: RunConfig, options: Any) -> None:
+    name, size = config.algorithm.name, config.algorithm.group_size
+    if isinstance(options, AlgorithmOptions) and size < options.least_group_size:
+        raise ConfigError(
+            f"'algorithm.group_size' is {size} and {name!r}, as it is set, compares at least "
+            f"{options.least_group_size} samples of a prompt; raise it, or take an algorithm without comparison, such "
+            "as reinforce"
         )
 
 

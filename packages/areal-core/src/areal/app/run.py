@@ -22,7 +22,7 @@ from areal.contracts.run import RunInfo
 from areal.contracts.specs import TrackerContext
 from areal.contracts.tracker import Tracker
 from areal.contracts.transfer import Layout
-from areal.errors import WorkerFailed
+from areal.errors import JournalError, WorkerFailed
 from areal.flow.buffer.buffer import ReplayBuffer
 from areal.flow.buffer.journal import Journal, Recovery
 from areal.flow.engine.fleet import START_DEADLINE_S, Fleet
@@ -150,7 +150,7 @@ class Controller:
             await self._warm_up(trainer, crew)
             await checkpoints.save(0)
         else:
-            await trainer.call("load", str(self._folder.path / recovery.checkpoint), deadline_s=deadline_s)
+            recovery = await self._restore(trainer, journal)
         step = recovery.step if recovery else 0
         view = ProgressView(self._console, step, self._config.training.max_steps)
         stack.callback(view.close)
@@ -164,6 +164,25 @@ class Controller:
         except WorkerFailed as error:
             raise WorkerFailed(f"{error}; go on from what was saved with: areal resume {self._folder.path}") from error
         return await checkpoints.save(last)
+
+    async def _restore(self, trainer: Handle, journal: Journal) -> Recovery:
+        """Load the newest checkpoint that is whole and go back to it; JournalError when there is none.
+
+        Nothing is forgotten before another one has been loaded.
+        """
+        damaged: list[int] = []
+        for step, path in reversed(journal.checkpoints()):
+            try:
+                folder = str(self._folder.path / path)
+                await trainer.call("load", folder, deadline_s=self._config.training.step_timeout_s)
+            except JournalError as error:
+                self._console.print(f"warning: {error}", highlight=False, soft_wrap=True)
+                damaged.append(step)
+                continue
+            for newer in damaged:
+                journal.forget_checkpoint(newer)
+            return journal.recover()
+        raise JournalError(f"none of the checkpoints in {self._folder.checkpoints} can be read; see the warnings above")
 
     async def _start_workers(self, workers: Workers, fleet: Fleet, crew: Crew) -> tuple[Handle, Layout]:
         """Start everything side by side: most of the time goes into importing libraries."""

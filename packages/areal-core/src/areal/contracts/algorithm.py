@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Annotated, Protocol, runtime_checkable
+
+from pydantic import AfterValidator
 
 from areal.contracts.messages import Group, Row, Version
+from areal.contracts.options import Options
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -26,6 +29,8 @@ class TokenBatch:
     """[N] int64, the weights that sampled each token."""
     version: Version
     """The weights before this step's first update."""
+    first_update: bool
+    """No update of this step came before: the current policy is the proximal one."""
     reference_logprobs: Tensor | None = None
     """[N] float32, of the reference policy, if the algorithm needs one; no gradient."""
     old_values: Tensor | None = None
@@ -50,8 +55,27 @@ class TokenBatch:
     """Groups of the whole batch that have computed rows: divide sums over comparisons by it."""
 
 
+class AlgorithmOptions(Options):
+    """Base of an algorithm's options. Invariant: a group of `least_group_size` samples can teach something."""
+
+    @property
+    def least_group_size(self) -> int:
+        """Samples of a prompt below which every advantage would be 0; the recipe is refused."""
+        return 1
+
+
 ACTOR_0 = "actor@0"
 """The reference policy that is the run's own, before the first training step."""
+
+
+def _checked_ref(ref: str) -> str:
+    if not ref or (ref != ACTOR_0 and ref.startswith("actor@")):
+        raise ValueError(f"{ref!r} names no reference policy; write {ACTOR_0}, an HF folder or a hub id")
+    return ref
+
+
+Ref = Annotated[str, AfterValidator(_checked_ref)]
+"""An option that names a reference policy: ``actor@0``, an HF folder or a hub id."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -127,6 +151,8 @@ class UsesCritic(Protocol):
     """Optional: an algorithm with a value model. Invariant: policy and critic learn from the same mini-batches."""
 
     critic: Loss
-    """Reads `old_values` and `returns`; a second instance of the backend, made as a critic, minimises it."""
-    critic_learning_rate: float | None
-    """Highest rate of the critic's schedule; None: the policy's."""
+    """Reads `old_values` and `returns`; a second instance of the backend, made as a critic, minimises it.
+
+    An attribute `critic_learning_rate` (float or None) beside it is the highest rate of its schedule; without one it
+    has the policy's.
+    """

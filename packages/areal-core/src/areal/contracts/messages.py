@@ -95,6 +95,8 @@ class GenerateRequest:
     sampling: Sampling
     seed: int
     """Seeds this request's own random stream."""
+    urgent: bool = False
+    """Somebody waits for it: an engine that can lets it pass those that have not begun."""
 
 
 @_pickled_fast
@@ -232,6 +234,8 @@ class Batch:
     """Sampling temperature; the backend divides logits by it so that logprobs match the engine's."""
     version: Version = 0
     """The weights before the training step that this update belongs to."""
+    first_update: bool = True
+    """No update of this step came before: the current policy is the proximal one."""
     whole_groups: bool = False
     """Rows of one group must be computed in one micro-batch, because the loss compares them."""
 

@@ -76,7 +76,7 @@ class TrainingSpec:
     batch_size: PositiveInt = 32
     """Prompts (groups) per training step."""
     minibatches: PositiveInt = 1
-    """Optimizer updates per step; more than 1 recomputes proximal logprobs first."""
+    """Optimizer updates per step; with more than 1, proximal logprobs take a forward pass if the algorithm asks."""
     max_steps: PositiveInt = 1000
     """Training steps of the whole run."""
     learning_rate: PositiveFloat = 1e-5

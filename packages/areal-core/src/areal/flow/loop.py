@@ -161,7 +161,11 @@ class Loop:
         )
 
     async def _roll(self, issued: Issued) -> None:
-        """Have one group's missing samples made. Waits for a rollout worker, which waits for engines."""
+        """Have one group's missing samples made. Waits for a rollout worker, which waits for engines.
+
+        A group of an earlier run waits for its turn first, brought by a published version.
+        """
+        await self._stages.pacing.turn_of(issued.number)
         buffer = self._stages.buffer
         request = GroupRequest(
             number=issued.number, environment=issued.environment, prompt_index=issued.prompt_index, samples=()
@@ -177,9 +181,11 @@ class Loop:
         """Train, publish, report. Waits for a full batch, filled by `_roll`."""
         await self._publish()
         await self._committed()
-        if broken := await self._measure_parity():
-            raise ParityError(f"{broken}; to go on all the same, raise parity.max_mean and parity.max_kl")
         measured_at = self._step
+        if broken := await self._measure_parity():
+            if self._step == 0:
+                raise ParityError(f"{broken}; to go on all the same, raise parity.max_mean and parity.max_kl")
+            self._observer.alarmed(self._step, broken)
         for issued in unfinished:
             self._tasks.start(self._roll(issued))
         issuing = self._tasks.start(self._issue_forever())
@@ -202,16 +208,19 @@ class Loop:
     async def _measure_parity(self) -> str:
         """Compare engines and trainer on a few prompts; return what is wrong with them, or an empty string.
 
-        Waits until both have the same weights, and for a short answer to each prompt.
+        Waits until both have the same weights, and for a short answer to each prompt, which comes before all else.
         """
         settings, stages = self._settings, self._stages
         draws = some_prompts(stages.crew.num_prompts, "train", settings.parity_prompts)
         if not draws:
             return ""
         await self._committed()
-        deadline_s = settings.step_timeout_s
-        completions = await stages.crew.probe(draws, PARITY_TOKENS, deadline_s)
-        self._parity = await stages.trainer.call("parity", completions, deadline_s=deadline_s)
+        probing = self._tasks.start(stages.crew.probe(draws, PARITY_TOKENS, settings.quiet_time_s))
+        while not (await asyncio.wait([probing], timeout=PUBLISH_PAUSE_S))[0]:
+            if stages.fleet.joining:  # the engine that was asked died; its successor waits for these weights
+                await self._publish()
+                await self._committed()
+        self._parity = await stages.trainer.call("parity", probing.result(), deadline_s=settings.step_timeout_s)
         return settings.parity_bounds.broken_by(self._parity)
 
     async def _next_batch(self) -> list[Group] | None:
@@ -269,8 +278,6 @@ class Loop:
         )
         self._stages.journal.stepped(report)
         self._observer.step_finished(report)
-        if broken := settings.parity_bounds.broken_by(trained):  # where the step had tokens of its very weights
-            self._observer.alarmed(self._step, broken)
         if settings.evaluate_every and self._step % settings.evaluate_every == 0:
             self._evaluate()
         if settings.checkpoint_every and self._step % settings.checkpoint_every == 0:

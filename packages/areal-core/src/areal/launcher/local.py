@@ -38,7 +38,10 @@ def launch(script: str, recipe: str | None, overrides: tuple[str, ...]) -> None:
     config = load_recipe(recipe, overrides, resolve=discover().resolve)
     # The script's folder comes first on the path, as with `python SCRIPT`: tasks beside it can be imported.
     sys.path.insert(0, str(path.resolve().parent))
-    entry = runpy.run_path(str(path)).get("main")
+    try:
+        entry = runpy.run_path(str(path)).get("main")
+    except SyntaxError as error:
+        raise ConfigError(f"{error.filename}:{error.lineno} is not Python: {error.msg}") from error
     if not callable(entry):
         raise ConfigError(f"{script} defines no function main(config), which the launcher calls with the recipe")
     entry(config)

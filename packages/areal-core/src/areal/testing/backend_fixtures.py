@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from itertools import count
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import pytest
 
@@ -74,12 +74,15 @@ class BackendFixtures:
     ) -> Callable[..., Backend]:
         """Return the function that starts a backend: ``start(learning_rate=...)`` and other numbers of training."""
 
-        def started(path: str = model_path, dtype: Any = "float32", **training: Any) -> Backend:
+        def started(
+            path: str = model_path, dtype: Any = "float32", role: Literal["actor", "critic"] = "actor", **training: Any
+        ) -> Backend:
             context = BackendContext(
                 model=ModelSpec(path=path, dtype=dtype),
                 training=TrainingSpec(**training),
                 accelerator=accelerator,
                 seed=0,
+                role=role,
             )
             backend = backend_factory(context)
             backend.start()

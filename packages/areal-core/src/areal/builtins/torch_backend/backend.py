@@ -22,7 +22,7 @@ from areal.contracts.messages import Batch
 from areal.contracts.resharder import Sender
 from areal.contracts.specs import BackendContext
 from areal.contracts.transfer import Layout, Plan, Receipt, TensorSpec, Transfer, local_host
-from areal.errors import ConfigError, JournalError, WorkerFailed
+from areal.errors import ConfigError, WorkerFailed
 
 BYTES_PER_LOGIT = 4
 
@@ -101,6 +101,12 @@ class TorchBackend:
     @torch.no_grad()
     def _numbers(self, batch: Batch) -> list[tuple[float, ...]]:
         model = self._started()
+        largest = max((max(row.token_ids) for row in batch.rows), default=0)
+        if largest >= (size := model.module.config.get_text_config().vocab_size):
+            raise ConfigError(
+                f"token {largest} is outside the vocabulary of {self._context.model.path!r} ({size}); policy, engine "
+                "and reference must have one tokenizer"
+            )
         found = [[0.0] * len(row.token_ids) for row in batch.rows]
         for packed in self._micro_batches(batch):
             values, _ = model.token_numbers(packed, batch.temperature)
@@ -169,18 +175,19 @@ class TorchBackend:
 
     @torch.no_grad()
     def load(self, path: str) -> None:
-        """Restore what `save` wrote, bit for bit; JournalError when it is not there or of another model."""
+        """Restore what `save` wrote, bit for bit; JournalError when it is not there, ConfigError for another model."""
         self._started()
-        saved = state.load_state(Path(path) / state.STATE_FILE, self._device)
+        saved = state.load_state(Path(path) / state.STATE_FILE)
         weights: Mapping[str, Tensor] = saved["weights"]
         parameters = dict(self._weights())
         if {n: t.shape for n, t in weights.items()} != {n: t.shape for n, t in parameters.items()}:
-            raise JournalError(f"the checkpoint {path!r} holds another model than {self._context.model.path!r}")
+            raise ConfigError(f"the checkpoint {path!r} holds another model than {self._context.model.path!r}")
         for name, parameter in parameters.items():
             parameter.copy_(weights[name])
         self._optimizer.load_state_dict(saved["optimizer"])
         self._num_updates = saved["num_updates"]
-        self._reference = saved["reference"]
+        kept: list[Tensor] | None = saved.get("reference")
+        self._reference = None if kept is None else [tensor.to(self._device) for tensor in kept]
         state.set_random_state(saved["random"], self._device)
 
     def close(self) -> None:

@@ -147,8 +147,8 @@ class CriticModel(PackedModel):
         head: Any = getattr(model, "score", None)
         if not isinstance(head, nn.Linear):
             raise _unsupported(self._path, f"{type(model).__name__} has no linear head 'score' for a critic")
-        if any(name.startswith("score.") for name in missing):
-            for parameter in head.parameters():
+        for name, parameter in head.named_parameters():
+            if f"score.{name}" in missing:
                 nn.init.zeros_(parameter)
         return model
 
@@ -158,7 +158,8 @@ class CriticModel(PackedModel):
         self.module.set_attn_implementation(attention.NAME)
 
     def _numbers(self, hidden: Tensor, packed: Packed, temperature: float) -> tuple[Tensor, Tensor]:
-        values = self._head(hidden).float()[packed.predictor, 0]
+        with torch.autocast(self._device.type, enabled=False):  # values are subtracted from each other
+            values = self._head(hidden.float())[packed.predictor, 0]
         return values, torch.zeros_like(values)
 
 
@@ -176,7 +177,7 @@ def _load(kind: Any, path: str, **more: Any) -> tuple[PreTrainedModel, Collectio
         if Path(path).exists():
             reason = f"cannot load a causal language model from {path!r} ({_line(error)})"
         else:
-            reason = f"model.path {path!r} is not a folder here and could not be fetched as a hub id ({_line(error)})"
+            reason = f"the model {path!r} is not a folder here and could not be fetched as a hub id ({_line(error)})"
         raise WorkerFailed(f"{reason}; give a Hugging Face folder with config.json and safetensors weights") from error
 
 

@@ -12,7 +12,7 @@ import torch
 from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 from areal.builtins.quiet import no_progress_bar
-from areal.errors import JournalError
+from areal.errors import JournalError, WorkerFailed
 
 MODEL_FOLDER = "model"
 STATE_FILE = "trainer.pt"
@@ -68,17 +68,19 @@ def save_state(state: dict[str, Any], path: Path) -> None:
     _sync(path.parent)
 
 
-def load_state(path: Path, device: torch.device) -> dict[str, Any]:
-    """Return what `save_state` wrote, its tensors on `device`; JournalError when it cannot be read."""
+def load_state(path: Path) -> dict[str, Any]:
+    """Return what `save_state` wrote, its tensors on the CPU; JournalError when it is missing or damaged."""
     if not path.is_file():
         raise JournalError(
             f"{str(path.parent)!r} is not a checkpoint of the backend 'torch': it has no {path.name}; "
             "put the file back, or start a new run from an older checkpoint with model.path=CHECKPOINT/model"
         )
     try:
-        return torch.load(path, map_location=device, weights_only=True)
+        return torch.load(path, map_location="cpu", weights_only=True)
+    except (MemoryError, OSError) as error:  # nothing is wrong with the file
+        raise WorkerFailed(f"{str(path)!r} cannot be read: {error or type(error).__name__}") from error
     except Exception as error:  # torch.load raises whatever its unpickler meets
-        raise JournalError(f"{str(path)!r} cannot be read ({error}); go on from an older checkpoint") from error
+        raise JournalError(f"{str(path)!r} is damaged ({error}); go on from an older checkpoint") from error
 
 
 def random_state(device: torch.device) -> dict[str, torch.Tensor]:

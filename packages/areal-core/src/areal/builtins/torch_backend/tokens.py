@@ -30,6 +30,7 @@ def token_batch(batch: Batch, packed: Packed, current: Tensor, entropy: Tensor) 
         advantages=trained(lambda row: row.advantages),
         versions=trained(lambda row: row.versions),
         version=batch.version,
+        first_update=batch.first_update,
         reference_logprobs=optional(lambda row: row.reference_logprobs),
         old_values=optional(lambda row: row.values),
         returns=optional(lambda row: row.returns),

@@ -57,7 +57,8 @@ class TransformersEngine:
         if row.limit == 0:
             row.finish("length")
             return await row.future
-        self._scheduler.waiting.append(row)
+        put = self._scheduler.waiting.appendleft if request.urgent else self._scheduler.waiting.append
+        put(row)
         self._wake.set()
         try:
             return await row.future

@@ -8,6 +8,9 @@ from typing import Any
 from areal.contracts.messages import Completion, Outcome, Prompt, Trajectory
 from areal.errors import JournalError
 
+_DAMAGE = (ValueError, KeyError, TypeError, AttributeError)
+"""What reading something else than was written may raise."""
+
 
 def encode_prompt(prompt: Prompt) -> str:
     """Return the prompt as JSON; JournalError when its environment put in it what JSON cannot hold."""
@@ -28,9 +31,13 @@ def encode_prompt(prompt: Prompt) -> str:
 
 
 def decode_prompt(text: str) -> Prompt:
-    fields: dict[str, Any] = json.loads(text)
-    fields["messages"] = tuple(fields["messages"])
-    return Prompt(**fields)
+    """Return the prompt; JournalError when the text is damaged."""
+    try:
+        fields: dict[str, Any] = json.loads(text)
+        fields["messages"] = tuple(fields["messages"])
+        return Prompt(**fields)
+    except _DAMAGE as error:
+        raise JournalError(f"a prompt in the journal is damaged ({error}): {text:.60}") from error
 
 
 def encode_trajectory(trajectory: Trajectory) -> str:
@@ -59,9 +66,16 @@ def encode_trajectory(trajectory: Trajectory) -> str:
 
 
 def decode_trajectory(group: int, sample: int, text: str) -> Trajectory:
-    fields: dict[str, Any] = json.loads(text)
-    turns = tuple(_decode_turn(turn) for turn in fields["turns"])
-    return Trajectory(group=group, sample=sample, turns=turns, outcome=Outcome(**fields["outcome"]))
+    """Return the trajectory; JournalError when the text is damaged."""
+    try:
+        fields: dict[str, Any] = json.loads(text)
+        turns = tuple(_decode_turn(turn) for turn in fields["turns"])
+        return Trajectory(group=group, sample=sample, turns=turns, outcome=Outcome(**fields["outcome"]))
+    except _DAMAGE as error:
+        raise JournalError(
+            f"trajectory {group}/{sample} in the journal is damaged ({error}); to have it made anew, delete its row "
+            f"from the table trajectories: group_number {group}, sample {sample}"
+        ) from error
 
 
 def _decode_turn(fields: dict[str, Any]) -> Completion:

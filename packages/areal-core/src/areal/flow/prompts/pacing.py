@@ -47,6 +47,16 @@ class Pacing:
         self._num_dropped += num_groups
         self._changed.set()
 
+    async def turn_of(self, number: int) -> None:
+        """Wait until group `number` may be made: at once for one that was just issued; freed by `publish` and `drop`.
+
+        After a resume the engines serve older weights than when an unfinished group was issued: made at once, it
+        could be too old when its turn comes.
+        """
+        while number - self._num_dropped >= (self._served + self._max_staleness + 1) * self._batch_size:
+            self._changed.clear()
+            await self._changed.wait()
+
     async def take(self) -> int:
         """Wait until there are free slots and take them all; return how many. Freed by `publish` and `drop`."""
         while (free := self.num_free) <= 0:

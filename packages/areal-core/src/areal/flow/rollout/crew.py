@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import itertools
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import replace
 
 from areal.contracts.cluster import Handle
@@ -19,7 +18,7 @@ SILENCE_GRACE_S = 30.0
 """Episodes end by their own deadline; a worker that is silent for so much longer hangs."""
 RETRY_PAUSE_S = 0.2
 """Between two attempts at a group, so that a broken worker cannot spin."""
-PROBE_ATTEMPTS = 3
+PROBE_ATTEMPTS = 5
 
 
 class Crew:
@@ -91,10 +90,19 @@ class Crew:
 
     async def probe(self, draws: Sequence[tuple[str, int]], max_new_tokens: int, deadline_s: float) -> list[Completion]:
         """Return a short completion of each (environment, index) of the training split; WorkerFailed."""
-        for _ in range(PROBE_ATTEMPTS - 1):
-            with suppress(WorkerDied):
-                return await (await self._pick()).call("probe", draws, max_new_tokens, deadline_s=deadline_s)
-        return await (await self._pick()).call("probe", draws, max_new_tokens, deadline_s=deadline_s)
+        attempts = 0
+        while True:
+            handle = await self._pick()
+            self._busy[handle.name] += 1
+            try:
+                return await handle.call("probe", draws, max_new_tokens, deadline_s=deadline_s)
+            except WorkerDied:
+                attempts += 1
+                if attempts == PROBE_ATTEMPTS:
+                    raise
+                await asyncio.sleep(RETRY_PAUSE_S * 2**attempts)  # until whoever watches has taken it out
+            finally:
+                self._busy[handle.name] -= 1
 
     async def _pick(self) -> Handle:
         while not self._handles:

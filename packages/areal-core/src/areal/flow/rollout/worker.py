@@ -145,18 +145,27 @@ class RolloutWorker:
             traceback.print_exception(error)
 
     async def probe(self, draws: Sequence[tuple[str, int]], max_new_tokens: int) -> list[Completion]:
-        """Return a short completion of each training prompt, as the engines sample in training."""
+        """Return a short completion of each training prompt, as the engines sample in training.
+
+        A prompt that cannot be completed is left out: it will be an episode's error.
+        """
         sampling = replace(self._sampling, max_new_tokens=min(max_new_tokens, self._sampling.max_new_tokens))
         requests = [
             GenerateRequest(
                 uid=f"probe/{number}",
-                prompt_ids=self._codec.encode(self._prompts[name, "train"][index].messages),
+                prompt_ids=self._codec.encode(_is_prompt(self._prompts[name, "train"][index], name, "train").messages),
                 sampling=sampling,
                 seed=number,
+                urgent=True,
             )
             for number, (name, index) in enumerate(draws)
         ]
-        return await asyncio.gather(*(self._engines.generate(request) for request in requests))
+        made = await asyncio.gather(*map(self._engines.generate, requests), return_exceptions=True)
+        if failures := [
+            error for error in made if isinstance(error, BaseException) and not isinstance(error, ArealError)
+        ]:
+            raise failures[0]
+        return [completion for completion in made if isinstance(completion, Completion)]
 
     def demonstrations(self, draws: Sequence[tuple[str, int]]) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
         """Return (prompt ids, answer ids) of training prompts that carry a reference answer."""

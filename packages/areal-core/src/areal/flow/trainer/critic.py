@@ -62,7 +62,7 @@ def make_critic(
             f"the algorithm has a critic and the backend {backend.name!r} cannot be one; use backend torch, or an "
             "algorithm without a critic, such as grpo"
         )
-    rate = algorithm.critic_learning_rate or context.training.learning_rate
+    rate: float = getattr(algorithm, "critic_learning_rate", None) or context.training.learning_rate
     made = instance(replace(context, role="critic", training=replace(context.training, learning_rate=rate)))
     if not isinstance(made, Values):
         raise PluginError(f"the backend {backend.name!r} declares {CRITIC!r} and has no method values")

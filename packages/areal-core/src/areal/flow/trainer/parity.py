@@ -53,19 +53,3 @@ def compared(rows: Sequence[Row], trainer: Sequence[Sequence[float]]) -> dict[st
         "parity/max": max(abs(gap) for gap in gaps),
         "parity/kl": sum(math.expm1(gap) - gap for gap in gaps) / len(gaps),
     }
-
-
-def step_parity(metrics: Mapping[str, float]) -> dict[str, float]:
-    """Turn a step's sums over fresh tokens, as shares of all tokens, into means over the fresh ones.
-
-    A step without fresh tokens has no figure.
-    """
-    kept = {name: value for name, value in metrics.items() if not name.startswith("parity/")}
-    share = metrics.get("parity/fresh_share", 0.0)
-    if share > 0:
-        kept |= {
-            "parity/mean": metrics["parity/mean"] / share,
-            "parity/max": metrics["parity/gap_max"],
-            "parity/kl": metrics["parity/kl"] / share,
-        }
-    return kept | ({"parity/fresh_share": share} if "parity/fresh_share" in metrics else {})

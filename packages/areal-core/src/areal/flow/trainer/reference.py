@@ -69,8 +69,6 @@ def make_reference(
     if not ref:
         return None
     if ref != ACTOR_0:
-        if ref.startswith("actor"):
-            raise ConfigError(f"ref {ref!r} names no reference; write {ACTOR_0}, an HF folder or a hub id")
         return OtherModel(instance(replace(context, model=replace(context.model, path=ref))))
     if not isinstance(actor, KeepsReference):
         raise ConfigError(

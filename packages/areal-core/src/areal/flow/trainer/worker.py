@@ -16,7 +16,7 @@ from areal.contracts.specs import BackendContext
 from areal.contracts.transfer import Layout, Receipt, Transfer
 from areal.errors import PluginError
 from areal.flow.trainer.critic import Critic, make_critic
-from areal.flow.trainer.parity import compared, step_parity
+from areal.flow.trainer.parity import compared
 from areal.flow.trainer.reference import Reference, make_reference
 from areal.flow.trainer.rows import has_advantage, mask_stale, row_of, rows_of
 
@@ -52,8 +52,11 @@ class TrainerWorker:
         self._temperature = temperature if temperature > 0 else 1.0
         make = backend.load()
 
+        self._instances: list[Backend] = []
+
         def instance(context: BackendContext) -> Backend:
-            return make(backend_options, context)
+            self._instances.append(make(backend_options, context))
+            return self._instances[-1]
 
         self._backend = instance(context)
         self._algorithm: Algorithm = algorithm.load()(algorithm_options)
@@ -129,14 +132,14 @@ class TrainerWorker:
             rows = [row.with_proximal(logprobs) for row, logprobs in zip(rows, proximal, strict=True)]
         steps: list[Mapping[str, float]] = []
         num_skipped_rows = 0
-        for part in self._minibatches(rows, request.step):
-            batch = self._batch(part, request.version)
-            useful = self._useful(batch)
+        for number, part in enumerate(self._minibatches(rows, request.step)):
+            batch = replace(self._batch(part, request.version), first_update=number == 0)
+            useful = replace(self._useful(batch), whole_groups=self._needs.whole_groups)
             num_skipped_rows += len(batch.rows) - len(useful.rows)
             statistics = self._backend.train_step(useful, self._algorithm)
             metrics = {_metric(name): value for name, value in statistics.items()}
             steps.append({**metrics, **(self._critic.train(batch) if self._critic is not None else {})})
-        return step_parity(_mean(steps)) | {"rows/without_advantage": float(num_skipped_rows)}
+        return _mean(steps) | {"rows/without_advantage": float(num_skipped_rows)}
 
     def _minibatches(self, rows: Sequence[Row], step: int) -> list[list[Row]]:
         """Deal the rows out, or whole groups of them where the loss compares rows of one group."""
@@ -156,7 +159,6 @@ class TrainerWorker:
             num_sequences=len(rows),
             temperature=self._temperature,
             version=version,
-            whole_groups=self._needs.whole_groups,
         )
 
     def _useful(self, batch: Batch) -> Batch:
@@ -179,8 +181,9 @@ class TrainerWorker:
             self._critic.load(path)
 
     def close(self) -> None:
-        if isinstance(self._backend, Closes):
-            self._backend.close()
+        for backend in self._instances:
+            if isinstance(backend, Closes):
+                backend.close()
 
 
 def _needs_of(algorithm: object, name: str) -> Needs:
@@ -194,12 +197,12 @@ def _needs_of(algorithm: object, name: str) -> Needs:
 
 
 def _mean(steps: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    """Return each statistic's mean over the mini-batches, or the largest where the name ends in ``_max``."""
+    """Return each statistic's mean over the mini-batches that have it, or the largest where it ends in ``_max``."""
     values: dict[str, list[float]] = {}
     for statistics in steps:
         for name, value in statistics.items():
             values.setdefault(name, []).append(value)
-    return {name: max(found) if name.endswith("_max") else sum(found) / len(steps) for name, found in values.items()}
+    return {name: max(found) if name.endswith("_max") else sum(found) / len(found) for name, found in values.items()}
 
 
 def _demonstration_row(prompt: tuple[int, ...], answer: tuple[int, ...]) -> Row:
