@@ -181,7 +181,8 @@ def test_kill_9_of_the_controller_loses_nothing(tmp_path: Path, processes: Proce
 def test_a_killed_engine_is_replaced_and_the_run_goes_on(
     tmp_path: Path, processes: list[subprocess.Popen[str]]
 ) -> None:
-    process = start(tmp_path, "run", *SMALL, "training.max_steps=25")
+    # Comparing engine and trainer in every step, so that the kill often falls into a comparison.
+    process = start(tmp_path, "run", *SMALL, "training.max_steps=25", "parity.every_steps=1")
     processes.append(process)
     wait_for_step(tmp_path, 3, process)
     os.kill(worker_pid(run_folder(tmp_path), "engine-0"), signal.SIGKILL)

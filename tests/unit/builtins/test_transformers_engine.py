@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -248,3 +249,18 @@ def test_before_start_and_after_close_requests_are_refused(model_path: str) -> N
             await engine.generate(request([1]))
 
     asyncio.run(work())
+
+
+def test_an_urgent_request_passes_those_that_have_not_begun(model_path: str) -> None:
+    engine = make(model_path, max_batch=1)
+    ended: list[str] = []
+
+    async def ask(name: str, urgent: bool) -> None:
+        await engine.generate(replace(request([1, 5, 9], max_new_tokens=4), uid=name, urgent=urgent))
+        ended.append(name)
+
+    async def work() -> None:
+        await asyncio.gather(*(ask(str(number), False) for number in range(4)), ask("urgent", True))
+
+    run(engine, work)
+    assert ended.index("urgent") <= 1 and [name for name in ended if name != "urgent"] == ["0", "1", "2", "3"]

@@ -230,3 +230,40 @@ async def test_a_worker_that_does_not_start_says_why() -> None:
 
     with pytest.raises(ConfigError, match="needs data"):
         await Site(Broken()).start(1)
+
+
+class Probed(ScriptedWorker):
+    """Answers a probe with its name, or dies of it."""
+
+    def __init__(self, answer: list[Any] | Exception) -> None:
+        super().__init__()
+        self.answer = answer
+
+    async def probe(self, draws: Any, max_new_tokens: int) -> list[Any]:
+        await asyncio.sleep(0.01)
+        if isinstance(self.answer, Exception):
+            raise self.answer
+        return [*self.answer, draws, max_new_tokens]
+
+
+async def test_a_probe_goes_to_another_worker_when_one_dies() -> None:
+    site = Site(Probed(WorkerDied("rollout-0 died")), Probed(["second"]))
+    crew = await site.start(1)
+    probing = asyncio.create_task(crew.probe([("digits", 0)], 8, 5.0))
+    await asyncio.sleep(0.01)
+    await crew.lost("rollout-0", "killed")
+    await crew.add()
+    assert await asyncio.wait_for(probing, 5) == ["second", [("digits", 0)], 8]
+
+
+async def test_a_probe_that_always_fails_ends() -> None:
+    crew = await Site(Probed(WorkerDied("rollout-0 died"))).start(1)
+    with pytest.raises(WorkerDied):
+        await asyncio.wait_for(crew.probe([("digits", 0)], 8, 5.0), 5)
+
+
+async def test_whoever_probes_is_busy() -> None:
+    busy, free = Probed(["busy"]), Probed(["free"])
+    crew = await Site(busy, free).start(2)
+    answers = await asyncio.gather(*(crew.probe([], 1, 5.0) for _ in range(2)))
+    assert sorted(answer[0] for answer in answers) == ["busy", "free"]

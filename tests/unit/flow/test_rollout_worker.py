@@ -235,6 +235,26 @@ async def test_evaluation_is_greedy(worker: RolloutWorker, engine: ScriptedEngin
     assert engine.asked[0].sampling == Sampling(max_new_tokens=5, temperature=0.0)
 
 
+async def test_a_probe_samples_as_training_does_before_all_others(
+    worker: RolloutWorker, engine: ScriptedEngine
+) -> None:
+    completions = await worker.probe([("play", 0), ("play", 3)], 3)
+    assert [request.sampling for request in engine.asked] == [Sampling(max_new_tokens=3, temperature=0.8)] * 2
+    assert all(request.urgent for request in engine.asked)
+    assert [completion.uid for completion in completions] == ["probe/0", "probe/1"]
+    assert completions[0].prompt_ids != completions[1].prompt_ids
+    await worker.probe([("play", 0)], 1000)
+    assert engine.asked[-1].sampling.max_new_tokens == 5, "no longer than in training"
+
+
+async def test_what_cannot_be_probed(worker: RolloutWorker, engine: ScriptedEngine) -> None:
+    engine.failure = ConfigError("the prompt is too long")
+    assert await worker.probe([("play", 0)], 3) == [], "it will be an episode's error"
+    engine.failure = WorkerFailed("engine-0 did not answer")
+    with pytest.raises(WorkerFailed, match="engine-0 did not answer"):
+        await worker.probe([("play", 0)], 3)
+
+
 def test_seeds_differ_by_run_group_and_sample() -> None:
     places = [(run, group, sample) for run in range(3) for group in range(-40, 40) for sample in range(8)]
     seeds = {episode_seed(*place) for place in places}

@@ -161,10 +161,11 @@ class RolloutWorker:
             for number, (name, index) in enumerate(draws)
         ]
         made = await asyncio.gather(*map(self._engines.generate, requests), return_exceptions=True)
-        if failures := [
-            error for error in made if isinstance(error, BaseException) and not isinstance(error, ArealError)
-        ]:
-            raise failures[0]
+        for error in made:
+            if isinstance(error, BaseException) and (
+                isinstance(error, WorkerFailed) or not isinstance(error, ArealError)
+            ):
+                raise error
         return [completion for completion in made if isinstance(completion, Completion)]
 
     def demonstrations(self, draws: Sequence[tuple[str, int]]) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
