@@ -40,7 +40,7 @@ def run_areal(
     started, ended = run_process(
         command, log=folder / "log", cores=cores, environment={**paths, **(environment or {})}, deadline_s=deadline_s
     )
-    run = max((folder / "runs").iterdir(), key=lambda path: path.stat().st_mtime)
+    run = newest_run(folder)
     curve = read_curve(label, run, started, ended)
     if not keep:
         for name in LARGE:
@@ -48,10 +48,24 @@ def run_areal(
     return curve, run
 
 
+def newest_run(folder: Path) -> Path:
+    """Return the folder of the last run that `run_areal` started in `folder`, whether or not it came to its end."""
+    return max((folder / "runs").iterdir(), key=lambda path: path.stat().st_mtime)
+
+
+def metric_lines(run: Path) -> list[dict[str, Any]]:
+    """Return what the run's ``metrics.jsonl`` says, steps and evaluations; a number that was not finite is None."""
+    return [json.loads(line) for line in (run / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
+
+
+def step_lines(run: Path) -> list[dict[str, Any]]:
+    """Return the metrics of each training step, in order."""
+    return [line for line in metric_lines(run) if "reward/mean" in line]
+
+
 def read_curve(label: str, run: Path, started: float, ended: float) -> Curve:
     """Read a run's folder: times and lengths from the journal, rewards from ``metrics.jsonl``."""
-    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
-    steps = [line for line in lines if "reward/mean" in line]
+    steps = step_lines(run)
     times = dict(_ask(run, "SELECT step, finished_at FROM steps"))
     ((began,),) = _ask(run, "SELECT min(issued_at) FROM groups")
     lengths = [float(number) for (number,) in _ask(run, "SELECT num_tokens FROM trajectories")]

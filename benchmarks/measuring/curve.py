@@ -52,6 +52,11 @@ class Curve:
                 return time
         return None
 
+    def steps_to(self, bar: float, window: int) -> int | None:
+        """Return the number of the step at which the mean of `window` rewards first was at least `bar`, or None."""
+        reached = self.reached_at(bar, window)
+        return None if reached is None else list(self.times).index(reached) + 1
+
     def reward_at(self, time: float, window: int) -> float | None:
         """Return the mean of `window` rewards at a time; None before the first step."""
         done = sum(finished <= time for finished in self.times)

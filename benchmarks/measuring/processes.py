@@ -16,12 +16,16 @@ GRACE_S = 60.0
 """A run that is asked to end finishes its step and saves."""
 
 
+class RunFailed(SystemExit):
+    """A command that ended with an error, or not in time: ends a script, unless failing is what it measures."""
+
+
 def run_process(
     command: Sequence[str], *, log: Path, cores: int, environment: Mapping[str, str], deadline_s: float
 ) -> tuple[float, float]:
     """Run a command on the first `cores` cores and return when it started and ended (seconds since 1970).
 
-    SystemExit with the log's last lines when it fails or does not end in time.
+    RunFailed with the log's last lines when it fails or does not end in time.
     """
     log.parent.mkdir(parents=True, exist_ok=True)
     print(f"  load average {os.getloadavg()[0]:.2f}; running: {' '.join(command)}", flush=True)
@@ -43,10 +47,10 @@ def run_process(
         except BaseException as error:
             _end(process)
             if isinstance(error, subprocess.TimeoutExpired):
-                raise SystemExit(f"no end within {deadline_s:g} s; the log is {log}\n{tail(log)}") from None
+                raise RunFailed(f"no end within {deadline_s:g} s; the log is {log}\n{tail(log)}") from None
             raise
     if code:
-        raise SystemExit(f"the command ended with {code}; the log is {log}\n{tail(log)}")
+        raise RunFailed(f"the command ended with {code}; the log is {log}\n{tail(log)}")
     return started, time.time()
 
 
