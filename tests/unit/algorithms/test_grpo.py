@@ -124,6 +124,7 @@ def test_on_policy_it_is_the_policy_gradient() -> None:
             {
                 "clip_fraction": 0,
                 "behavior_weight": 1,
+                "behavior_dropped": 0,
                 "behavior_kl": 0,
                 "entropy": 0,
                 "behavior_weight_max": 1,
@@ -139,6 +140,7 @@ def test_statistics_are_means_over_the_computed_tokens() -> None:
         {
             "clip_fraction": 0,
             "behavior_weight": 4 / 4,
+            "behavior_dropped": 0,
             "behavior_kl": (3 - 1 - math.log(3)) / 4,
             "entropy": 2 / 4,
             "behavior_weight_max": 3,

@@ -151,6 +151,7 @@ class PolicyGradient(ABC):
         statistics = {
             "clip_fraction": clipped.float(),
             "behavior_weight": weight,
+            "behavior_dropped": (weight == 0).float(),
             "behavior_kl": kl_estimate(batch.proximal_logprobs, batch.behavior_logprobs),
             "entropy": batch.entropy.detach(),
         }
