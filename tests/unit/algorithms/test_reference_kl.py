@@ -131,7 +131,7 @@ def test_a_reward_has_the_estimator_whose_expected_gradient_is_the_divergences()
     pi = logits.log_softmax(0)
     (wanted,) = torch.autograd.grad((pi.exp() * (pi - ref)).sum(), logits, retain_graph=True)
     algorithm = Grpo(GrpoOptions(kl_coefficient=1.0, kl_in="reward"))
-    rows = [row((0.0,), (float(lp),), (float(r),)) for lp, r in zip(pi, ref, strict=True)]
+    rows = [row((0.0,), (lp,), (r,)) for lp, r in zip(pi.tolist(), ref.tolist(), strict=True)]
     advantages = torch.tensor([refined.advantages[1] for refined in algorithm.refine(rows)], dtype=torch.float64)
     (found,) = torch.autograd.grad(-(pi.exp().detach() * advantages * pi).sum(), logits)
     assert found.tolist() == pytest.approx(wanted.tolist(), abs=1e-12)

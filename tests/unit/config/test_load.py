@@ -152,7 +152,7 @@ FILE_REFUSALS = {
         "recipe.yaml:3: unknown key 'dtyp' in 'training.amp'; did you mean 'dtype'?"
     ),
     "sampling: {max_token: 3}": "recipe.yaml:1: unknown key 'max_token' in 'sampling'; did you mean 'max_new_tokens'?",
-    "staleness:\n  zzz: 1": "recipe.yaml:2: unknown key 'zzz' in 'staleness'; known keys: max, on_excess",
+    "staleness:\n  zzz: 1": "recipe.yaml:2: unknown key 'zzz' in 'staleness'; known keys: max, on_excess, order",
     "environments:\n- {type: a}\n-\n  name: b": "recipe.yaml:4: 'environments.1.type' is missing",
     "training:\n  batch_size: many": "recipe.yaml:2: 'training.batch_size' is 'many', but must be a whole number",
     "training:\n  batch_size: 0": "recipe.yaml:2: 'training.batch_size' is 0, but must be greater than 0",

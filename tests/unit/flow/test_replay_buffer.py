@@ -16,7 +16,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from areal.contracts.messages import StepReport, Trajectory
 from areal.errors import JournalError
-from areal.flow.buffer.buffer import MOST_PASSED_OVER, OnExcess, ReplayBuffer, staleness
+from areal.flow.buffer.buffer import MOST_PASSED_OVER, OnExcess, Order, ReplayBuffer, staleness
 from areal.flow.buffer.journal import Issued, Journal
 
 
@@ -31,8 +31,10 @@ def issue(number: int, num_samples: int = 2) -> Issued:
     return Issued(number=number, environment="e", prompt_index=number, num_samples=num_samples, issued_version=0)
 
 
-def make_buffer(journal: Journal, on_excess: OnExcess = "allow", max_staleness: int = 0) -> ReplayBuffer:
-    return ReplayBuffer(journal, max_staleness=max_staleness, on_excess=on_excess)
+def make_buffer(
+    journal: Journal, on_excess: OnExcess = "allow", max_staleness: int = 0, order: Order = "finished"
+) -> ReplayBuffer:
+    return ReplayBuffer(journal, max_staleness=max_staleness, on_excess=on_excess, order=order)
 
 
 async def fill(buffer: ReplayBuffer, number: int, version: int = 0) -> None:
@@ -88,7 +90,9 @@ async def test_stale_groups_are_journalled_even_when_the_rest_does_not_suffice(j
 
 
 async def test_groups_that_the_algorithm_passes_over_are_journalled_and_bounded(journal: Journal) -> None:
-    buffer = ReplayBuffer(journal, max_staleness=0, on_excess="allow", keep=lambda group: group.number % 2 == 1)
+    buffer = ReplayBuffer(
+        journal, max_staleness=0, on_excess="allow", order="finished", keep=lambda group: group.number % 2 == 1
+    )
     numbers = range(2 * MOST_PASSED_OVER + 6)
     buffer.expect([issue(number) for number in numbers])
     for number in numbers[:4]:
@@ -112,6 +116,27 @@ async def test_groups_that_the_algorithm_passes_over_are_journalled_and_bounded(
         await fill(buffer, 2 * number)
     taken = buffer.take(1, 0, 2) or []
     assert [group.number for group in taken] and all(group.number % 2 == 0 for group in taken)
+
+
+async def test_in_the_order_issued_nobody_is_overtaken(journal: Journal) -> None:
+    buffer = make_buffer(journal, order="issued")
+    buffer.expect([issue(number) for number in range(4)])
+    for number in (1, 2, 3):
+        await fill(buffer, number)
+    assert buffer.take(2, 0, 1) is None and buffer.num_ready == 3, "group 0 is slow, and it is waited for"
+    await fill(buffer, 0)
+    assert [group.number for group in buffer.take(2, 0, 1) or []] == [0, 1]
+    assert [group.number for group in buffer.take(2, 1, 2) or []] == [2, 3]
+
+
+async def test_in_the_order_issued_a_group_that_leaves_is_not_waited_for(journal: Journal) -> None:
+    buffer = ReplayBuffer(journal, max_staleness=1, on_excess="drop", keep=lambda group: group.number != 1)
+    buffer.expect([issue(number) for number in range(5)])
+    for number, version in ((0, 0), (1, 3), (2, 3), (3, 3)):
+        await fill(buffer, number, version)
+    assert [group.number for group in buffer.take(2, 3, 4) or []] == [2, 3], "0 is stale, 1 is not wanted"
+    assert journal._rows("SELECT group_number, fate FROM consumed") == [(0, "stale"), (1, "passed_over")]
+    assert buffer.take(1, 4, 5) is None
 
 
 @pytest.mark.parametrize("on_excess", ["mask", "allow"])
@@ -149,14 +174,18 @@ async def test_a_journal_that_cannot_be_written_is_told_to_who_waits(journal: Jo
 class BufferMachine(RuleBasedStateMachine):
     """Groups, duplicates, training steps, checkpoints and crashes in any order, compared with a plain model."""
 
-    @initialize(on_excess=st.sampled_from(["drop", "mask", "allow"]), max_staleness=st.integers(0, 2))
-    def start(self, on_excess: str, max_staleness: int) -> None:
+    @initialize(
+        on_excess=st.sampled_from(["drop", "mask", "allow"]),
+        max_staleness=st.integers(0, 2),
+        order=st.sampled_from(["issued", "finished"]),
+    )
+    def start(self, on_excess: str, max_staleness: int, order: str) -> None:
         self.loop = asyncio.new_event_loop()
         self.folder = tempfile.TemporaryDirectory()
-        self.on_excess, self.max_staleness = cast(OnExcess, on_excess), max_staleness
+        self.on_excess, self.max_staleness, self.order = cast(OnExcess, on_excess), max_staleness, cast(Order, order)
         self.journal = Journal(Path(self.folder.name) / "j", create=True)
         self.journal.checkpointed(0, "0")
-        self.buffer = make_buffer(self.journal, self.on_excess, max_staleness)
+        self.buffer = make_buffer(self.journal, self.on_excess, max_staleness, self.order)
         self.version = self.saved = self.dropped = 0
         self.issued: dict[int, int] = {}
         self.versions: dict[int, dict[int, int]] = {}
@@ -218,7 +247,8 @@ class BufferMachine(RuleBasedStateMachine):
             self.dropped += len(stale)
         taken = self.buffer.take(num_groups, self.version, self.version + 1)
         assert self.buffer.num_stale_dropped == self.dropped
-        if len(complete) < num_groups:
+        awaited = self.open_groups()[:num_groups] if self.order == "issued" else complete
+        if len(complete) < num_groups or awaited[:num_groups] != complete[:num_groups]:
             assert taken is None
             return
         assert taken is not None
@@ -244,7 +274,7 @@ class BufferMachine(RuleBasedStateMachine):
         self.journal = Journal(Path(self.folder.name) / "j", create=False)
         recovery = self.journal.recover()
         assert recovery.step == self.saved and recovery.num_issued == len(self.issued)
-        self.buffer = make_buffer(self.journal, self.on_excess, self.max_staleness)
+        self.buffer = make_buffer(self.journal, self.on_excess, self.max_staleness, self.order)
         self.buffer.restore(recovery.complete, [issued for issued, _ in recovery.unfinished])
         self.version, self.dropped = self.saved, 0
         self.consumed = {number: step for number, step in self.consumed.items() if step <= self.saved}

@@ -243,6 +243,7 @@ class Controller:
             journal,
             max_staleness=config.staleness.max,
             on_excess=config.staleness.on_excess,
+            order=config.staleness.order,
             keep=_selection(self._resolved.algorithm),
         )
         if recovery:

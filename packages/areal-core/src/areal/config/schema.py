@@ -159,6 +159,9 @@ class Staleness(Block):
     """Most versions between the weights that sampled a token and the weights that train on it; 0: synchronous."""
     on_excess: Literal["drop", "mask", "allow"] = "drop"
     """A sample that is older when it is consumed: drop it, mask its old tokens, or train on it all the same."""
+    order: Literal["issued", "finished"] = "issued"
+    """Groups are trained on in the order in which they were issued, so that slow ones count like quick ones, or as
+    they finish, so that no step waits for a slow one (which may then be too old)."""
 
 
 class Rollout(Block):

@@ -5,12 +5,14 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from heapq import nsmallest
 from typing import Literal
 
 from areal.contracts.messages import Group, Prompt, Trajectory, Version
 from areal.flow.buffer.journal import Fate, Issued, Journal
 
 OnExcess = Literal["drop", "mask", "allow"]
+Order = Literal["issued", "finished"]
 
 MOST_PASSED_OVER = 8
 """Groups passed over for each group of a step; beyond it a step takes what there is, so that a policy that always or
@@ -22,8 +24,13 @@ def staleness(group: Group, version: Version) -> int:
 
     After a resume, finished samples may be newer than the restored weights; they count as fresh.
     """
-    oldest = [t.min_version for t in group.trajectories if t.min_version is not None]
-    return max(0, version - min(oldest)) if oldest else 0
+    oldest = _oldest(group)
+    return 0 if oldest is None else max(0, version - oldest)
+
+
+def _oldest(group: Group) -> Version | None:
+    """Return the oldest weights among the group's sampled tokens, or None when it has no tokens."""
+    return min((t.min_version for t in group.trajectories if t.min_version is not None), default=None)
 
 
 @dataclass(slots=True)
@@ -40,7 +47,10 @@ class _Gathering:
 
 
 class ReplayBuffer:
-    """Invariant: a group is handed out at most once, only after the journal has all of it, oldest first.
+    """Invariant: a group is handed out at most once, only after the journal has all of it.
+
+    In the order ``issued`` a group is never overtaken by a later one. In the order ``finished`` a step takes the oldest
+    groups that are complete, so short answers come before long ones, which may be too old when their turn comes.
 
     With ``on_excess`` drop, no group handed out exceeds the bound: it is journalled as stale and counted instead.
     """
@@ -51,14 +61,18 @@ class ReplayBuffer:
         *,
         max_staleness: int,
         on_excess: OnExcess,
+        order: Order = "issued",
         keep: Callable[[Group], bool] | None = None,
     ) -> None:
         """`keep`: whether the algorithm wants a finished group; None: all of them."""
         self._journal = journal
         self._max_staleness = max_staleness
         self._on_excess: OnExcess = on_excess
+        self._order: Order = order
         self._gathering: dict[int, _Gathering] = {}
         self._ready: dict[int, Group] = {}
+        self._oldest: dict[int, Version | None] = {}
+        """Of each ready group: `take` asks for it whenever something arrives, and tokens are many."""
         self._arrived: list[tuple[int, Prompt | Trajectory]] = []
         self._changed = asyncio.Event()
         self._failure: Exception | None = None
@@ -76,7 +90,8 @@ class ReplayBuffer:
 
     def restore(self, complete: Sequence[Group], unfinished: Sequence[Issued]) -> None:
         """Take over what an earlier controller left: nothing here is journalled anew."""
-        self._ready |= {group.number: group for group in complete}
+        for group in complete:
+            self._make_ready(group)
         for issued in unfinished:
             known = {t.sample: t for t in self._journal.trajectories(issued.number)}
             self._gathering[issued.number] = _Gathering(issued, trajectories=known)
@@ -120,7 +135,15 @@ class ReplayBuffer:
         if gathering.complete and gathering.prompt is not None:
             del self._gathering[number]
             ordered = tuple(gathering.trajectories[sample] for sample in sorted(gathering.trajectories))
-            self._ready[number] = Group(number=number, prompt=gathering.prompt, trajectories=ordered)
+            self._make_ready(Group(number=number, prompt=gathering.prompt, trajectories=ordered))
+
+    def _make_ready(self, group: Group) -> None:
+        self._ready[group.number], self._oldest[group.number] = group, _oldest(group)
+
+    def _leave(self, number: int) -> Group:
+        self._wanted.discard(number)
+        del self._oldest[number]
+        return self._ready.pop(number)
 
     def missing(self, number: int) -> tuple[int, ...]:
         """Return the samples of an unfinished group that have not arrived; empty for a finished one."""
@@ -164,22 +187,23 @@ class ReplayBuffer:
         return self.num_stale_dropped + self.num_passed_over
 
     def take(self, num_groups: int, version: Version, step: int) -> list[Group] | None:
-        """Return the oldest `num_groups` for `step` on weights `version`, or None while there are not enough.
+        """Return the next `num_groups` for `step` on weights `version`, or None while they are not complete.
 
         Stale groups leave here under ``drop``, whether or not the rest suffices, and so do those passed over.
         """
         if self._on_excess == "drop":
             self._drop_stale(version, step)
         self._pass_over(num_groups, step)
-        if len(self._ready) < num_groups:
+        issued = [*self._ready, *self._gathering] if self._order == "issued" else self._ready
+        wanted = nsmallest(num_groups, issued)
+        if len(wanted) < num_groups or any(number in self._gathering for number in wanted):
             return None
         self._num_passed_over_now = 0
-        taken = sorted(self._ready)[:num_groups]
-        self._wanted.difference_update(taken)
-        return [self._ready.pop(number) for number in taken]
+        return [self._leave(number) for number in wanted]
 
     def _drop_stale(self, version: Version, step: int) -> None:
-        stale = [n for n, group in self._ready.items() if staleness(group, version) > self._max_staleness]
+        oldest = version - self._max_staleness
+        stale = [number for number, found in self._oldest.items() if found is not None and found < oldest]
         self._drop(stale, step, "stale")
         self.num_stale_dropped += len(stale)
 
@@ -199,6 +223,5 @@ class ReplayBuffer:
     def _drop(self, numbers: Sequence[int], step: int, fate: Fate) -> None:
         if numbers:
             self._journal.dropped(numbers, step, fate)
-            self._wanted.difference_update(numbers)
             for number in numbers:
-                del self._ready[number]
+                self._leave(number)
