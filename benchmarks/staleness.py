@@ -67,7 +67,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--objectives", type=objectives, default=list(OBJECTIVES), help="naive, decoupled, or both")
     parser.add_argument("--seeds", type=int, default=3, help="how many seeds")
     parser.add_argument("--first", type=int, default=1, help="the first seed")
-    parser.add_argument("--steps", type=int, default=500, help="training steps of each run")
+    parser.add_argument("--steps", type=int, default=350, help="training steps of each run")
     parser.add_argument("--minibatches", type=int, default=4, help="updates a step; with 1 there is no inner ratio")
     parser.add_argument(
         "--learning-rate",
@@ -79,7 +79,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--deadline-s", type=float, default=1200.0, help="longest time for one run")
     parser.add_argument("--out", type=Path, required=True, help="JSON file for all runs, written after each")
     parser.add_argument("--resume", action="store_true", help="go on with the runs that are not yet in --out")
-    parser.add_argument("--most-runs", type=int, default=1000, help="runs to make in this sitting")
+    parser.add_argument("--most-runs", type=int, default=1000, help="runs to make before it stops")
     parser.add_argument("--folder", type=Path, help="logs and recipes; else below runs/benchmarks")
     parser.add_argument("--table", type=Path, help="Markdown file; a page with the marks keeps what is around them")
     parser.add_argument("--plot", type=Path, help="PNG file")
@@ -108,7 +108,7 @@ def cells(args: argparse.Namespace) -> list[Cell]:
 
 
 def known_outcomes(out: Path, asked: dict[str, Any], *, resume: bool) -> list[Outcome]:
-    """Return what earlier sittings measured; SystemExit when that was another experiment."""
+    """Return what earlier calls measured; SystemExit when that was another experiment."""
     if not out.exists():
         return []
     if not resume:
