@@ -233,6 +233,13 @@ def no_config(tmp_path: Path) -> str:
     return str(tmp_path)
 
 
+def cut_weights(tmp_path: Path) -> str:
+    path = Path(tiny_model(tmp_path))
+    weights = path / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:5000])
+    return str(path)
+
+
 def recurrent(tmp_path: Path) -> str:
     return other_model(tmp_path, "mamba", state_size=8)
 
@@ -251,6 +258,7 @@ def encoder(tmp_path: Path) -> str:
         (no_model, "model.path is empty"),
         (no_folder, "is not a folder here"),
         (no_config, "cannot load a causal language model"),
+        (cut_weights, "cannot load a causal language model"),
         (recurrent, "off by"),
         (capped_scores, "capped scores"),
         (encoder, "cannot train"),

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, cast
 
 import torch
+from safetensors import SafetensorError
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, AutoModelForTokenClassification, PreTrainedModel
 
@@ -173,7 +174,7 @@ def _load(kind: Any, path: str, **more: Any) -> tuple[PreTrainedModel, Collectio
         with no_progress_bar():
             model, info = kind.from_pretrained(path, dtype=torch.float32, attn_implementation="eager", **source)
             return model, info["missing_keys"]
-    except (OSError, ValueError, KeyError, RuntimeError, ImportError, AssertionError) as error:
+    except (OSError, ValueError, KeyError, RuntimeError, ImportError, AssertionError, SafetensorError) as error:
         if Path(path).exists():
             reason = f"cannot load a causal language model from {path!r} ({_line(error)})"
         else:
