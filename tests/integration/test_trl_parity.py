@@ -38,7 +38,8 @@ from areal.algorithms.dpo import Dpo, DpoOptions
 from areal.algorithms.rloo import Rloo, RlooOptions
 from areal.algorithms.sft import Sft
 from areal.contracts.algorithm import TokenBatch
-from areal.contracts.messages import Completion, Group, Outcome, Prompt, Trajectory
+from areal.contracts.messages import Group
+from areal.testing.samples import group_of, sampled
 
 ANSWERING_S = 300.0
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(MAKING_S + ANSWERING_S + 60)]
@@ -100,23 +101,11 @@ def make_rows(seed: int, rewards: Sequence[float | None], *, longest: int = 6, h
 
 def groups_of(rows: Sequence[Row]) -> list[Group]:
     """Return the rows as groups of trajectories of one turn."""
-    groups = []
+    groups: list[Group] = []
     for number, start in enumerate(range(0, len(rows), GROUP_SIZE)):
-        trajectories = []
-        for sample, row in enumerate(rows[start : start + GROUP_SIZE]):
-            n = len(row["trained"])
-            turn = Completion(
-                uid="",
-                prompt_ids=(1,),
-                token_ids=(5,) * n,
-                logprobs=(-1.0,) * n,
-                versions=(0,) * n,
-                finish_reason="stop",
-            )
-            outcome = Outcome.error("broken") if row["reward"] is None else Outcome.scored(row["reward"])
-            trajectories.append(Trajectory(group=number, sample=sample, turns=(turn,), outcome=outcome))
-        prompt = Prompt(environment="e", index=number, messages=())
-        groups.append(Group(number=number, prompt=prompt, trajectories=tuple(trajectories)))
+        members = enumerate(rows[start : start + GROUP_SIZE])
+        made = [sampled(row["reward"], len(row["trained"]), group=number, sample=sample) for sample, row in members]
+        groups.append(group_of(made, number))
     return groups
 
 

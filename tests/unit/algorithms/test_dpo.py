@@ -15,7 +15,8 @@ from torch import Tensor
 
 from areal.algorithms.dpo import Dpo, DpoOptions
 from areal.contracts.algorithm import Algorithm, Needs
-from areal.contracts.messages import Completion, Group, Outcome, Prompt, Trajectory
+from areal.contracts.messages import Group
+from areal.testing.samples import group_of, sampled
 
 seeds = st.integers(0, 2**32 - 1)
 
@@ -91,21 +92,7 @@ def test_extreme_tokens_are_finite(current: float) -> None:
 
 
 def group(*rewards: float | None, silent: tuple[int, ...] = ()) -> Group:
-    def trajectory(i: int, reward: float | None) -> Trajectory:
-        ids = () if i in silent else (5,)
-        turn = Completion(
-            uid="",
-            prompt_ids=(1,),
-            token_ids=ids,
-            logprobs=(-1.0,) * len(ids),
-            versions=(0,) * len(ids),
-            finish_reason="stop",
-        )
-        outcome = Outcome.error("broken") if reward is None else Outcome.scored(reward)
-        return Trajectory(group=0, sample=i, turns=(turn,), outcome=outcome)
-
-    made = tuple(trajectory(i, reward) for i, reward in enumerate(rewards))
-    return Group(number=0, prompt=Prompt(environment="e", index=0, messages=()), trajectories=made)
+    return group_of([sampled(reward, int(i not in silent), sample=i) for i, reward in enumerate(rewards)])
 
 
 @pytest.mark.parametrize(

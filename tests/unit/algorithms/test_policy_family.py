@@ -25,7 +25,8 @@ from areal.algorithms.reinforce import Reinforce, ReinforcePlusPlus
 from areal.algorithms.rloo import Rloo
 from areal.algorithms.sapo import Sapo, SapoOptions
 from areal.contracts.algorithm import Algorithm, RefinesAdvantages, SelectsGroups
-from areal.contracts.messages import Completion, Group, Outcome, Prompt, Row, Trajectory
+from areal.contracts.messages import Group, Row
+from areal.testing.samples import group_of, sampled
 
 ALL: list[Callable[[], Any]] = [
     Grpo, DrGrpo, Dapo, Gspo, Cispo, Sapo, Rloo, Reinforce, ReinforcePlusPlus, LitePpo, Ppo
@@ -161,20 +162,8 @@ def test_extreme_tokens_are_finite(make: Callable[[], Any], current: float, old:
 
 
 def group(*rewards: float | None, lengths: tuple[int, ...] = ()) -> Group:
-    trajectories = []
-    for i, reward in enumerate(rewards):
-        n = lengths[i] if lengths else 1
-        turn = Completion(
-            uid="",
-            prompt_ids=(1,),
-            token_ids=(5,) * n,
-            logprobs=(-1.0,) * n,
-            versions=(0,) * n,
-            finish_reason="stop",
-        )
-        outcome = Outcome.error("broken") if reward is None else Outcome.scored(reward)
-        trajectories.append(Trajectory(group=0, sample=i, turns=(turn,), outcome=outcome))
-    return Group(number=0, prompt=Prompt(environment="e", index=0, messages=()), trajectories=tuple(trajectories))
+    sizes = lengths or (1,) * len(rewards)
+    return group_of([sampled(reward, sizes[i], sample=i) for i, reward in enumerate(rewards)])
 
 
 def test_advantages_of_each() -> None:

@@ -18,7 +18,8 @@ from areal.algorithms.grpo import Grpo, GrpoOptions
 from areal.algorithms.gspo import Gspo, GspoOptions
 from areal.algorithms.ratios import interpolated, kl_estimate
 from areal.contracts.algorithm import Needs
-from areal.contracts.messages import Completion, Group, Outcome, Prompt, Row, Trajectory
+from areal.contracts.messages import Row
+from areal.testing.samples import group_of, sampled
 
 seeds = st.integers(0, 2**32 - 1)
 kinds = st.sampled_from(["k1", "k2", "k3"])
@@ -173,24 +174,6 @@ def test_turns_long_before_the_reward_count_less() -> None:
     assert discounted_turns(2.0, [2, 0, 1], 0.5) == [0.5, 0.5, 2.0]
     assert discounted_turns(2.0, [], 0.5) == []
 
-    def trajectory(sample: int, reward: float) -> Trajectory:
-        turns = tuple(
-            Completion(
-                uid="",
-                prompt_ids=(1,),
-                token_ids=(5,) * n,
-                logprobs=(-1.0,) * n,
-                versions=(0,) * n,
-                finish_reason="stop",
-            )
-            for n in (1, 2)
-        )
-        return Trajectory(group=0, sample=sample, turns=turns, outcome=Outcome.scored(reward))
-
-    pair = Group(
-        number=0,
-        prompt=Prompt(environment="e", index=0, messages=()),
-        trajectories=(trajectory(0, 1.0), trajectory(1, 0.0)),
-    )
+    pair = group_of([sampled(1.0, 1, 2, sample=0), sampled(0.0, 1, 2, sample=1)])
     discounted = Grpo(GrpoOptions(scale="none", turn_discount=0.5)).advantages(pair)
     assert discounted == [[0.25, 0.5, 0.5], [-0.25, -0.5, -0.5]]
