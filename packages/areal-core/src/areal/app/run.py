@@ -150,7 +150,7 @@ class Controller:
             await self._warm_up(trainer, crew)
             await checkpoints.save(0)
         else:
-            recovery = await self._restore(trainer, journal)
+            recovery = await self._restore(trainer, journal, recovery)
         step = recovery.step if recovery else 0
         view = ProgressView(self._console, step, self._config.training.max_steps)
         stack.callback(view.close)
@@ -165,10 +165,10 @@ class Controller:
             raise WorkerFailed(f"{error}; go on from what was saved with: areal resume {self._folder.path}") from error
         return await checkpoints.save(last)
 
-    async def _restore(self, trainer: Handle, journal: Journal) -> Recovery:
+    async def _restore(self, trainer: Handle, journal: Journal, newest: Recovery) -> Recovery:
         """Load the newest checkpoint that is whole and go back to it; JournalError when there is none.
 
-        Nothing is forgotten before another one has been loaded.
+        `newest`: the recovery to the newest one. Nothing is forgotten before another one has been loaded.
         """
         damaged: list[int] = []
         for step, path in reversed(journal.checkpoints()):
@@ -181,7 +181,7 @@ class Controller:
                 continue
             for newer in damaged:
                 journal.forget_checkpoint(newer)
-            return journal.recover()
+            return journal.recover() if damaged else newest
         raise JournalError(f"none of the checkpoints in {self._folder.checkpoints} can be read; see the warnings above")
 
     async def _start_workers(self, workers: Workers, fleet: Fleet, crew: Crew) -> tuple[Handle, Layout]:

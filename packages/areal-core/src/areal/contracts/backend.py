@@ -61,7 +61,7 @@ class Closes(Protocol):
 
 
 @runtime_checkable
-class KeepsReference(Protocol):
+class KeepsReference(Backend, Protocol):
     """Optional: a backend that shares its weights with the reference policy ``actor@0``.
 
     Invariant: training changes no reference logprob; `save` and `load` keep the reference.
@@ -81,7 +81,7 @@ CRITIC = "critic"
 
 
 @runtime_checkable
-class Values(Protocol):
+class Values(Backend, Protocol):
     """Optional: a backend made as a critic. Invariant: values of a new head are 0."""
 
     def values(self, batch: Batch) -> list[tuple[float, ...]]:

@@ -37,15 +37,15 @@ class BackendRoles(BackendFixtures):
         return started
 
     @pytest.fixture
-    def start_critic(self, start: Start, component: Component) -> Callable[..., tuple[Backend, Values]]:
-        """Return the function that starts the backend as a critic, seen as a backend and as one that has values."""
+    def start_critic(self, start: Start, component: Component) -> Callable[..., Values]:
+        """Return the function that starts the backend as a critic."""
         if CRITIC not in component.capabilities:
             pytest.skip("the backend does not declare 'critic'")
 
-        def started(**training: float) -> tuple[Backend, Values]:
+        def started(**training: float) -> Values:
             backend = start(role="critic", **training)
             assert isinstance(backend, Values)
-            return backend, backend
+            return backend
 
         return started
 
@@ -53,17 +53,17 @@ class BackendRoles(BackendFixtures):
         self, start: Start, start_keeper: Callable[..., KeepsReference], publish: Callable[[Backend], Published]
     ) -> None:
         keeper, batch = start_keeper(learning_rate=1e-3), batch_of(sample_rows())
-        backend, twin = _backend(keeper), start(learning_rate=1e-3)
+        twin = start(learning_rate=1e-3)
         with pytest.raises(WorkerFailed, match="no reference"):
             keeper.reference_logprobs(batch)
-        before = backend.logprobs(batch)
+        before = keeper.logprobs(batch)
         keeper.freeze_reference()
         for _ in range(3):
             assert keeper.reference_logprobs(batch) == before
-            assert backend.train_step(batch, Grpo()) == twin.train_step(batch, Grpo())
-        assert keeper.reference_logprobs(batch) == before != backend.logprobs(batch)
+            assert keeper.train_step(batch, Grpo()) == twin.train_step(batch, Grpo())
+        assert keeper.reference_logprobs(batch) == before != keeper.logprobs(batch)
         # Whoever looks at the reference finds the policy where it was.
-        assert publish(backend).receipt.checksums == publish(twin).receipt.checksums
+        assert publish(keeper).receipt.checksums == publish(twin).receipt.checksums
 
     def test_the_reference_survives_a_checkpoint(
         self, start_keeper: Callable[..., KeepsReference], tmp_path: Path
@@ -71,12 +71,12 @@ class BackendRoles(BackendFixtures):
         keeper, batch = start_keeper(learning_rate=1e-3), batch_of(sample_rows())
         keeper.freeze_reference()
         expected = keeper.reference_logprobs(batch)
-        _backend(keeper).train_step(batch, Grpo())
-        _backend(keeper).save(str(tmp_path))
+        keeper.train_step(batch, Grpo())
+        keeper.save(str(tmp_path))
         resumed = start_keeper(learning_rate=1e-3)
-        _backend(resumed).load(str(tmp_path))
+        resumed.load(str(tmp_path))
         assert resumed.reference_logprobs(batch) == expected
-        assert _backend(resumed).logprobs(batch) == _backend(keeper).logprobs(batch) != expected
+        assert resumed.logprobs(batch) == keeper.logprobs(batch) != expected
 
     def test_the_loss_sees_reference_values_and_returns(self, start: Start) -> None:
         def told(plain: Row, number: float) -> Row:
@@ -130,53 +130,44 @@ class BackendRoles(BackendFixtures):
         distances = [backend.train_step(batch_of(far), pulled)["reference_kl"] for _ in range(15)]
         assert distances[-1] < distances[0] / 2
 
-    def test_a_new_critic_expects_nothing(self, start_critic: Callable[..., tuple[Backend, Values]]) -> None:
+    def test_a_new_critic_expects_nothing(self, start_critic: Callable[..., Values]) -> None:
         rows = sample_rows()
-        _, critic = start_critic()
+        critic = start_critic()
         assert critic.values(batch_of(rows)) == [(0.0,) * len(r.token_ids) for r in rows]
 
-    def test_a_critic_learns_the_returns(self, start_critic: Callable[..., tuple[Backend, Values]]) -> None:
-        backend, critic = start_critic(learning_rate=3e-3, micro_batch_tokens=64)
+    def test_a_critic_learns_the_returns(self, start_critic: Callable[..., Values]) -> None:
+        critic = start_critic(learning_rate=3e-3, micro_batch_tokens=64)
         batch = _judged(sample_rows(), critic)
-        losses = [backend.train_step(batch, ValueLoss(None))["loss"] for _ in range(60)]
+        losses = [critic.train_step(batch, ValueLoss(None))["loss"] for _ in range(60)]
         assert losses[-1] < 0.2 * losses[0]
         (found, wanted) = critic.values(batch)[0], batch.rows[0].returns
         assert wanted is not None
         assert all(value == 0.0 for value, kept in zip(found, batch.rows[0].loss_mask, strict=True) if not kept)
         assert max(abs(a - b) for a, b in zip(found, wanted, strict=True)) < 0.5
 
-    def test_a_critics_update_does_not_depend_on_the_packing(
-        self, start_critic: Callable[..., tuple[Backend, Values]]
-    ) -> None:
+    def test_a_critics_update_does_not_depend_on_the_packing(self, start_critic: Callable[..., Values]) -> None:
         found: list[list[float]] = []
         for tokens, order in ((10_000, 1), (64, -1), (1, 1)):
-            backend, critic = start_critic(learning_rate=1e-3, micro_batch_tokens=tokens)
+            critic = start_critic(learning_rate=1e-3, micro_batch_tokens=tokens)
             batch = _judged(sample_rows()[::order], critic)
             for _ in range(3):
-                backend.train_step(batch, ValueLoss(0.2))
+                critic.train_step(batch, ValueLoss(0.2))
             values = critic.values(batch)[::order]
             found.append([number for numbers in values for number in numbers])
         assert max(abs(number) for number in found[0]) > 10 * TOLERANCE
         for others in found[1:]:
             assert others == pytest.approx(found[0], abs=TOLERANCE)
 
-    def test_a_critic_goes_on_from_a_checkpoint(
-        self, start_critic: Callable[..., tuple[Backend, Values]], tmp_path: Path
-    ) -> None:
-        backend, critic = start_critic(learning_rate=1e-3)
+    def test_a_critic_goes_on_from_a_checkpoint(self, start_critic: Callable[..., Values], tmp_path: Path) -> None:
+        critic = start_critic(learning_rate=1e-3)
         batch = _judged(sample_rows(), critic)
-        backend.train_step(batch, ValueLoss(None))
-        backend.save(str(tmp_path))
-        expected = backend.train_step(batch, ValueLoss(None))
-        again, restored = start_critic(learning_rate=1e-3)
-        again.load(str(tmp_path))
-        assert again.train_step(batch, ValueLoss(None)) == expected
+        critic.train_step(batch, ValueLoss(None))
+        critic.save(str(tmp_path))
+        expected = critic.train_step(batch, ValueLoss(None))
+        restored = start_critic(learning_rate=1e-3)
+        restored.load(str(tmp_path))
+        assert restored.train_step(batch, ValueLoss(None)) == expected
         assert restored.values(batch) == critic.values(batch)
-
-
-def _backend(keeper: KeepsReference) -> Backend:
-    assert isinstance(keeper, Backend)
-    return keeper
 
 
 def _judged(rows: list[Row], critic: Values) -> Batch:

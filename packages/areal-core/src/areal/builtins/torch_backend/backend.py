@@ -121,10 +121,14 @@ class TorchBackend:
         """Make one optimizer update; see the contract. A batch without trained tokens moves the schedule only."""
         model = self._started()
         rate = scheduled_rate(self._context.training, self._num_updates) if learning_rate is None else learning_rate
+        totals = {
+            "computed_tokens": sum(row.num_loss_tokens for row in batch.rows),
+            "computed_groups": len({row.group for row in batch.rows}),
+        }
         shares: list[dict[str, Tensor]] = []
         for packed in self._micro_batches(batch):
             numbers, entropy = model.token_numbers(packed, batch.temperature)
-            value, named = loss.loss(numbers, token_batch(batch, packed, numbers.detach(), entropy))
+            value, named = loss.loss(numbers, token_batch(batch, packed, numbers.detach(), entropy, **totals))
             self._optimizer.backward(value)
             shares.append({"loss": value, **named})
         grad_norm, skipped = self._optimizer.step(rate)

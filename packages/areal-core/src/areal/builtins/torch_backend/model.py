@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import Any, cast
 
 import torch
-from safetensors import SafetensorError
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, AutoModelForTokenClassification, PreTrainedModel
 
+from areal.builtins.loading import LOADING_ERRORS, first_line
 from areal.builtins.quiet import no_progress_bar
 from areal.builtins.torch_backend import attention
 from areal.builtins.torch_backend.logprobs import token_logprobs
@@ -126,7 +126,7 @@ class PolicyModel(PackedModel):
             packed, _ = self.token_numbers(pack(rows, range(len(rows)), self._device), 1.0)
             distance = float((packed - torch.cat(own)).abs().max())
         except (TypeError, ValueError, RuntimeError, AttributeError, KeyError, IndexError) as error:
-            raise _unsupported(self._path, f"{type(error).__name__}: {_line(error)}") from error
+            raise _unsupported(self._path, f"{type(error).__name__}: {first_line(error)}") from error
         finally:
             self._amp = amp
         if not distance <= PROBE_TOLERANCE:
@@ -174,11 +174,12 @@ def _load(kind: Any, path: str, **more: Any) -> tuple[PreTrainedModel, Collectio
         with no_progress_bar():
             model, info = kind.from_pretrained(path, dtype=torch.float32, attn_implementation="eager", **source)
             return model, info["missing_keys"]
-    except (OSError, ValueError, KeyError, RuntimeError, ImportError, AssertionError, SafetensorError) as error:
+    except LOADING_ERRORS as error:
+        said = first_line(error)
         if Path(path).exists():
-            reason = f"cannot load a causal language model from {path!r} ({_line(error)})"
+            reason = f"cannot load a causal language model from {path!r} ({said})"
         else:
-            reason = f"the model {path!r} is not a folder here and could not be fetched as a hub id ({_line(error)})"
+            reason = f"the model {path!r} is not a folder here and could not be fetched as a hub id ({said})"
         raise WorkerFailed(f"{reason}; give a Hugging Face folder with config.json and safetensors weights") from error
 
 
@@ -213,9 +214,3 @@ def _unsupported(path: str, reason: str) -> WorkerFailed:
         f"the backend 'torch' cannot train the model in {path!r} ({reason}); use a decoder with plain causal or "
         "sliding-window attention, or another backend"
     )
-
-
-def _line(error: Exception) -> str:
-    """Return the first line of an error's message, without its full stop."""
-    text = str(error).strip() or type(error).__name__
-    return text.splitlines()[0].rstrip(" .:")

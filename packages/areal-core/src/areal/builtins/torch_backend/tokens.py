@@ -13,7 +13,9 @@ from areal.contracts.algorithm import TokenBatch
 from areal.contracts.messages import Batch, Row
 
 
-def token_batch(batch: Batch, packed: Packed, current: Tensor, entropy: Tensor) -> TokenBatch:
+def token_batch(
+    batch: Batch, packed: Packed, current: Tensor, entropy: Tensor, *, computed_tokens: int, computed_groups: int
+) -> TokenBatch:
     """Return the trained tokens of a micro-batch; rows without proximal logprobs take the `current` ones ([N])."""
     rows = [batch.rows[i] for i in packed.rows]
     numbers: dict[int, int] = {}
@@ -40,8 +42,8 @@ def token_batch(batch: Batch, packed: Packed, current: Tensor, entropy: Tensor) 
         entropy=entropy,
         total_tokens=batch.num_tokens,
         total_sequences=batch.num_sequences,
-        computed_tokens=sum(row.num_loss_tokens for row in batch.rows),
-        computed_groups=len({row.group for row in batch.rows}),
+        computed_tokens=computed_tokens,
+        computed_groups=computed_groups,
     )
 
 

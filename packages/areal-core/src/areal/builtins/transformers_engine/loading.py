@@ -7,11 +7,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedConfig, PreTrainedModel
 from transformers.utils import logging
 
+from areal.builtins.loading import LOADING_ERRORS, first_line
 from areal.contracts.specs import ModelSpec
 from areal.errors import WorkerFailed
 
@@ -37,7 +37,7 @@ def load_model(spec: ModelSpec, device: str, attention: str) -> PreTrainedModel:
             spec.path, config=config, dtype=dtype, attn_implementation=attention, **source
         )
         nn.Module.to(model, device)
-    except (OSError, ValueError, KeyError, RuntimeError, ImportError, AssertionError, SafetensorError) as error:
+    except LOADING_ERRORS as error:
         raise _unreadable(spec.path, error) from error
     finally:
         if progress_bar:
@@ -82,11 +82,11 @@ def stop_ids(model: PreTrainedModel, path: str) -> frozenset[int]:
 def _unreadable(path: str, error: Exception) -> WorkerFailed:
     if not Path(path).exists():
         return WorkerFailed(
-            f"model.path {path!r} is not a folder here and could not be fetched as a hub id ({_line(error)}); "
+            f"model.path {path!r} is not a folder here and could not be fetched as a hub id ({first_line(error)}); "
             "give the path of a Hugging Face folder"
         )
     return WorkerFailed(
-        f"cannot load a causal language model from {path!r} ({_line(error)}); "
+        f"cannot load a causal language model from {path!r} ({first_line(error)}); "
         "give a Hugging Face folder with config.json and safetensors weights of a decoder model"
     )
 
@@ -95,9 +95,3 @@ def _unsupported(path: str, reason: str) -> WorkerFailed:
     return WorkerFailed(
         f"the engine 'transformers' cannot run the model in {path!r}: {reason}; use engine vllm or sglang for it"
     )
-
-
-def _line(error: Exception) -> str:
-    """Return the first line of an error's message, without its full stop."""
-    text = str(error).strip() or type(error).__name__
-    return text.splitlines()[0].rstrip(" .:")

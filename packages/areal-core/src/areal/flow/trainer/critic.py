@@ -21,16 +21,15 @@ FOLDER = "critic"
 class Critic:
     """Invariant: its updates are the policy's mini-batches, rows without advantage included."""
 
-    def __init__(self, backend: Backend, values: Values, loss: Loss) -> None:
+    def __init__(self, backend: Values, loss: Loss) -> None:
         self._backend = backend
-        self._values = values
         self._loss = loss
 
     def start(self) -> None:
         self._backend.start()
 
     def values(self, batch: Batch) -> list[tuple[float, ...]]:
-        return self._values.values(batch)
+        return self._backend.values(batch)
 
     def train(self, batch: Batch) -> Mapping[str, float]:
         """Make one update and return its statistics, named ``critic/...``."""
@@ -66,7 +65,7 @@ def make_critic(
     made = instance(replace(context, role="critic", training=replace(context.training, learning_rate=rate)))
     if not isinstance(made, Values):
         raise PluginError(f"the backend {backend.name!r} declares {CRITIC!r} and has no method values")
-    return Critic(made, made, algorithm.critic)
+    return Critic(made, algorithm.critic)
 
 
 def _trained(rows: Sequence[Row], field: Callable[[Row], Sequence[float] | None]) -> Iterator[float]:
