@@ -52,7 +52,9 @@ def test_signature_and_meaning_stand_in_the_section(name: str) -> None:
 def test_the_kind_is_the_specs(name: str) -> None:
     spec = SPECS[name].spec
     assert spec is not None
-    kind = "question" if spec.opts["firstresult"] else "offer" if name in KINDS.values() else "announcement"
+    returns = str(inspect.signature(getattr(hookspecs, name)).return_annotation)
+    assert (name in KINDS.values()) == (returns == "Iterable[Component]")
+    kind = "question" if spec.opts["firstresult"] else "offer" if "Iterable" in returns else "announcement"
     assert f"- Kind: {kind}" in section(name)
 
 

@@ -194,6 +194,36 @@ def test_a_killed_engine_is_replaced_and_the_run_goes_on(
     assert len(trained) == len({group for group, _ in trained}) == 100
 
 
+WITNESS = """
+import os, sys
+from areal import hookimpl
+
+@hookimpl
+def areal_engine_process(name):
+    os.write(1, f"engine {name} is at home in {sys.prefix}\\n".encode())
+"""
+
+
+def test_engines_in_another_environment(tmp_path: Path, processes: Processes, other_python: Path) -> None:
+    """They are workers like the others, replaced when they die, and hear of plugins that are installed there only."""
+    (packages,) = (other_python.parents[1] / "lib").glob("python*/site-packages")
+    (packages / "areal_witness.py").write_text(WITNESS)
+    (packages / "areal_witness-1.0.dist-info").mkdir()
+    (packages / "areal_witness-1.0.dist-info" / "METADATA").write_text("Name: areal-witness\nVersion: 1.0\n")
+    (packages / "areal_witness-1.0.dist-info" / "entry_points.txt").write_text("[areal]\nwitness = areal_witness\n")
+    process = start(tmp_path, "run", *SMALL, "training.max_steps=25", f"engine.python={other_python}")
+    processes.append(process)
+    wait_for_step(tmp_path, 3, process)
+    run = run_folder(tmp_path)
+    os.kill(worker_pid(run, "engine-0"), signal.SIGKILL)
+    output = finish(process)
+    assert process.returncode == 0, output
+    said = f"engine transformers is at home in {other_python.parents[1]}\n"
+    logs = {name: (run / "logs" / f"{name}.log").read_text() for name in ("engine-0", "engine-1", "trainer-0")}
+    assert [said in log for log in logs.values()] == [True, True, False]
+    assert steps_of(run) == list(range(1, 26))
+
+
 def worker_pid(run: Path, name: str) -> int:
     """Return the process that writes the worker's log."""
     log = str(run / "logs" / f"{name}.log")

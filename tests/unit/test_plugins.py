@@ -17,6 +17,8 @@ from areal.contracts.transfer import Layout
 from areal.errors import MissingLibrary, PluginError, UnknownComponent
 from areal.plugins import KINDS, PluginRow, Plugins, discover
 
+pytestmark = pytest.mark.usefixtures("only_core")
+
 Install = Callable[..., None]
 GOOD = """
 from areal import Component, hookimpl
@@ -213,6 +215,7 @@ def test_blocking_nobody_is_an_error() -> None:
         discover(["buitlin"])
     assert str(caught.value).startswith("--block buitlin names no plugin; installed: areal-core, builtin")
     assert str(caught.value).endswith("; did you mean 'builtin'?")
+    assert discover(["buitlin"], missing_ok=True).rows()[0].state == "loaded", "it may be installed elsewhere"
 
 
 def test_two_offers_of_one_name_name_both_distributions(install: Install) -> None:

@@ -13,6 +13,7 @@ import pytest
 from click.testing import CliRunner
 
 from areal.cli.main import group
+from areal.contracts.finding import Finding
 from areal.monitor import doctor
 
 # A folder on PYTHONPATH with a module torch.py: what importing a damaged torch does.
@@ -25,7 +26,9 @@ DAMAGES = {
 
 def run_doctor(folder: Path | None = None, *arguments: str) -> tuple[int, dict[str, Any]]:
     """Run `areal doctor --json` in a process of its own, with `folder` before everything else."""
-    environment = dict(os.environ) | ({"PYTHONPATH": str(folder)} if folder else {})
+    before = os.environ.get("PYTHONPATH")
+    ahead = {"PYTHONPATH": f"{folder}{os.pathsep}{before}" if before else str(folder)}
+    environment = dict(os.environ) | (ahead if folder else {})
     command = [sys.executable, "-m", "areal.cli.main", "doctor", "--json", *arguments]
     ended = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=120, check=False)
     assert ended.returncode in (0, 1), ended.stderr
@@ -43,7 +46,7 @@ def test_a_run_is_possible_here() -> None:
     assert finding(report, "torch")["state"] == "ok"
     assert finding(report, "cpu")["state"] in ("ok", "low")
     assert finding(report, "builtin")["detail"].startswith("areal-core ")
-    assert {found["topic"] for found in report["findings"]} == {"software", "devices", "machine", "plugins", "extras"}
+    assert {found["topic"] for found in report["findings"]} >= {"software", "devices", "machine", "plugins", "extras"}
 
 
 @pytest.mark.parametrize(("code", "said"), DAMAGES.values(), ids=DAMAGES.keys())
@@ -65,7 +68,7 @@ def test_without_the_builtins_no_run_is_possible() -> None:
 
 def test_a_torch_that_hangs_is_given_up_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "torch.py").write_text("import time; time.sleep(60)")
-    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)
     assert doctor.run_probe(deadline_s=1.0) == {"failure": "importing torch did not end within 1 s"}
 
 
@@ -77,10 +80,11 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
         "devices": {"cpu": {"count": 4, "total_bytes": 8 * doctor.GIB}, "cuda": {"count": 0}},
     }
     monkeypatch.setattr(doctor, "run_probe", lambda block: said)
+    monkeypatch.setattr(doctor, "ask_plugin", lambda plugin, block: [])
     return said
 
 
-def diagnosed(name: str) -> doctor.Finding:
+def diagnosed(name: str) -> Finding:
     (found,) = [finding for finding in doctor.diagnose().findings if finding.name == name]
     return found
 
@@ -133,3 +137,17 @@ def test_the_table_is_readable_at_80_columns() -> None:
     assert result.exit_code == 0
     assert max(map(len, result.output.splitlines())) <= 80
     assert result.output.endswith("A run is possible here.\n")
+
+
+@pytest.mark.parametrize(("count", "extra"), [(0, "cpu"), (2, "vllm")])
+def test_the_companion_for_this_machine(
+    quick: dict[str, Any], monkeypatch: pytest.MonkeyPatch, count: int, extra: str
+) -> None:
+    quick["devices"]["cuda"] = {"count": count, "total_bytes": 80 * doctor.GIB}
+    monkeypatch.setattr(doctor, "COMPANIONS", {"areal-none": ("no engine none", *doctor.COMPANIONS["areal-vllm"][1:])})
+    found = diagnosed("areal-none")
+    assert (found.state, found.detail, found.command) == (
+        "absent",
+        "no engine none",
+        f"pip install 'areal-vllm[{extra}]'",
+    )

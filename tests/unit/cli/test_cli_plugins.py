@@ -17,6 +17,8 @@ from areal import __version__
 from areal.cli import main as cli
 from areal.plugins import KINDS
 
+pytestmark = pytest.mark.usefixtures("only_core")
+
 Install = Callable[[str, str], None]
 HELP_BUDGET_S = 0.4
 OFFER = """

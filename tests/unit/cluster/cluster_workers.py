@@ -77,6 +77,9 @@ class Worker:
     def pid(self) -> int:
         return os.getpid()
 
+    def interpreter(self) -> tuple[str, str]:
+        return sys.executable, sys.prefix
+
     def environment(self, name: str) -> str | None:
         return os.environ.get(name)
 
@@ -94,6 +97,24 @@ class Worker:
 
     async def ask(self, handle: Any, method: str, *args: Any) -> Any:
         return await handle.call(method, *args)
+
+
+class Ending(Worker):
+    """Ends by itself once it is told to. Invariant: `ended` returns what `break_down` was told, or raises it."""
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self._end: asyncio.Future[str] = asyncio.get_event_loop().create_future()
+
+    async def ended(self) -> str:
+        return await self._end
+
+    async def break_down(self, reason: str) -> None:
+        if reason:
+            self._end.set_result(reason)
+        else:
+            self._end.set_exception(ValueError("a bad watch"))
+        await self.hang()
 
 
 def refuses(*_: Any) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import sys
 import threading
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import aclosing
@@ -157,6 +158,31 @@ class Shared:
         with pytest.raises(TimeoutError):
             await asyncio.wait_for(anext(deaths), 0.2)  # reported once
 
+    @pytest.mark.parametrize(
+        ("told", "said"),
+        [("the chip is on fire", "the chip is on fire"), ("", "it failed in 'ended': ValueError: a bad w")],
+    )
+    async def test_a_worker_that_ends_by_itself(self, cluster: Cluster, worker: Handle, told: str, said: str) -> None:
+        ending = await cluster.spawn(spec("ending", factory="cluster_workers:Ending"))
+        assert await ending.call("echo", 1) == 1
+        open_call = asyncio.create_task(ending.call("hang"))
+        elsewhere = asyncio.create_task(worker.call("ask", ending, "hang"))
+        await self.hangs(ending, 2)
+        with pytest.raises(WorkerDied, match=f"ending (died|was ended while).*: {said}"):
+            await asyncio.wait_for(ending.call("break_down", told), 30)
+        with pytest.raises(WorkerDied, match=said):
+            await asyncio.wait_for(open_call, 30)
+        with pytest.raises(WorkerDied, match="ending"):
+            await asyncio.wait_for(elsewhere, 30)
+        with pytest.raises(WorkerDied, match=said):
+            await ending.call("echo", 1)
+        deaths = cluster.watch()
+        death = await asyncio.wait_for(anext(deaths), 30)
+        assert death.name == "ending" and death.reason.startswith(said)
+        await ending.kill()  # as the fleet does
+        with pytest.raises(TimeoutError):
+            await asyncio.wait_for(anext(deaths), 0.2)  # reported once
+
     async def test_workers_that_do_not_start(self, cluster: Cluster) -> None:
         said = {
             "cluster_workers:refuses": "new did not start: environment 'x' needs data",
@@ -204,6 +230,18 @@ class TestInline(Shared):
         await cluster.close()
         assert closed == ["second", "first"]
 
+    async def test_closing_forgets_those_who_could_have_ended(self) -> None:
+        before = asyncio.all_tasks()
+        cluster = InlineCluster(Options(), "")
+        await cluster.spawn(spec("ending", factory="cluster_workers:Ending"))
+        assert len(asyncio.all_tasks() - before) == 1
+        await cluster.close()
+        assert not asyncio.all_tasks() - before
+
+    async def test_another_interpreter_is_refused(self, cluster: InlineCluster) -> None:
+        with pytest.raises(WorkerFailed, match="x did not start: it is to run in /other/python, and the cluster 'inl"):
+            await cluster.spawn(spec("x", python="/other/python"))
+
 
 class Site:
     """The module's Ray cluster. Invariant: closed at most once."""
@@ -225,7 +263,7 @@ class Site:
 async def site(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Site]:
     run_dir = tmp_path_factory.mktemp("run")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("PYTHONPATH", str(Path(__file__).parent))
+        patch.setenv("PYTHONPATH", str(Path(__file__).parent), prepend=os.pathsep)
         patch.setenv("RAY_AUTH_TOKEN", "f" * 64)  # set before ours, so that ours does not stay behind
         made = Site(RayCluster(RayOptions(), str(run_dir)), run_dir)
         await made.cluster.start()
@@ -285,6 +323,23 @@ class TestRay(Shared):
             await victim.call("echo", 1)
         with pytest.raises(WorkerDied):
             await worker.call("ask", victim, "echo", 1)
+
+    async def test_the_process_of_one_that_ended_by_itself_ends(self, site: Site) -> None:
+        ending = await site.cluster.spawn(spec("ending", factory="cluster_workers:Ending"))
+        process = psutil.Process(await ending.call("pid"))
+        await ending.call("say", "my last words")
+        with pytest.raises(WorkerDied, match=r"(?s)ending died: enough; its log ends with:.*my last words"):
+            await ending.call("break_down", "enough")
+        assert (await asyncio.wait_for(anext(site.cluster.watch()), 30)).name == "ending"
+        assert not psutil.wait_procs([process], timeout=30)[1]
+
+    async def test_another_interpreter(self, site: Site, worker: Handle, other_python: Path) -> None:
+        there = await site.cluster.spawn(spec("there", worker, python=str(other_python)))
+        assert await there.call("interpreter") == (str(other_python), str(other_python.parents[1]))
+        assert await worker.call("interpreter") == (sys.executable, sys.prefix)
+        assert await there.call("ask", worker, "echo", 5) == 5 and await worker.call("ask", there, "echo", 6) == 6
+        await there.kill()
+        assert (await asyncio.wait_for(anext(site.cluster.watch()), 30)).name == "there"
 
     async def test_what_the_cluster_does_not_have_is_refused_at_once(self, site: Site) -> None:
         async with asyncio.timeout(10):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import sys
 from pathlib import Path
 from typing import Any
@@ -28,6 +29,9 @@ class Engine:
 
 class LoadedEngine(Engine):
     def load(self): return {"running": 2.0}
+
+class EndingEngine(Engine):
+    async def ended(self): return "the chip is on fire"
 """
 
 
@@ -65,3 +69,11 @@ async def test_load_of_an_engine_that_tells_and_of_one_that_does_not() -> None:
     assert await make_worker("LoadedEngine").load() == {"running": 2.0}
     del sys.modules["engine_library"], sys.modules["announced"]
     assert await make_worker("Engine").load() == {}
+
+
+@pytest.mark.usefixtures("library")
+async def test_the_end_of_an_engine_that_tells_and_of_one_that_does_not() -> None:
+    assert await make_worker("EndingEngine").ended() == "the chip is on fire"
+    del sys.modules["engine_library"], sys.modules["announced"]
+    with pytest.raises(TimeoutError):
+        await asyncio.wait_for(make_worker("Engine").ended(), 0.05)

@@ -102,8 +102,10 @@ async def test_an_engine_that_does_not_start_is_no_member() -> None:
     assert not site.fleet.members
 
 
-async def test_load_is_the_sum_over_those_who_answer() -> None:
+async def test_load_is_that_of_all_members() -> None:
     site = Site(ScriptedEngine("a", 2.0), ScriptedEngine("b", None), ScriptedEngine("c", 3.0))
+    assert site.fleet.load == {}
     for _ in range(3):
         await site.fleet.add()
-    assert await site.fleet.load() == {"engine/running": 5.0, "engine/kv_usage": 0.5}
+    await site.fleet.measure_load()
+    assert site.fleet.load == {"engine/running": 5.0, "engine/kv_usage": 0.25, "engine/silent": 1.0}

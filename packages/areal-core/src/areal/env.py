@@ -30,3 +30,8 @@ def setdefault(variables: Mapping[str, str]) -> None:
     """Set the variables that the user has not set."""
     for name, value in variables.items():
         os.environ.setdefault(name, value)
+
+
+def find_tools_in(folder: str) -> None:
+    """Let this process and its children find programs in `folder` before those elsewhere."""
+    os.environ["PATH"] = os.pathsep.join([folder, *filter(None, [os.environ.get("PATH")])])

@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from click import Group
 
     from areal.contracts.component import Component
+    from areal.contracts.finding import Finding
     from areal.contracts.messages import StepReport, Version
     from areal.contracts.run import RunInfo
     from areal.contracts.transfer import Layout
@@ -59,6 +60,11 @@ def areal_trackers() -> Iterable[Component]:  # type: ignore[empty-body]
 @hookspec
 def areal_clusters() -> Iterable[Component]:  # type: ignore[empty-body]
     """Offer ways to run workers (contract `areal.contracts.cluster.Cluster`)."""
+
+
+@hookspec
+def areal_findings() -> Iterable[Finding]:  # type: ignore[empty-body]
+    """Tell `areal doctor` what this plugin found: patches, libraries, drivers."""
 
 
 @hookspec(firstresult=True)

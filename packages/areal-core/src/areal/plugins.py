@@ -120,7 +120,7 @@ class Plugins:
 
     def ask(self, name: str, /, **arguments: Any) -> Any:
         """Return the first answer to a question hook, or None; PluginError when a plugin fails before one answers."""
-        for plugin, call in self._calls(name, arguments):
+        for plugin, call in self.calls(name, arguments):
             try:
                 answer = call()
             except (Exception, SystemExit) as error:
@@ -133,20 +133,20 @@ class Plugins:
 
     def announce(self, name: str, /, **arguments: Any) -> None:
         """Call an announcement hook; a plugin that raises is logged by name and the others are still called."""
-        for plugin, call in self._calls(name, arguments):
+        for plugin, call in self.calls(name, arguments):
             try:
                 call()
             except (Exception, SystemExit) as error:
                 _log.warning("plugin %r failed in %s and was passed over: %s", plugin, name, _describe(error))
                 _log.debug("the failure of plugin %r", plugin, exc_info=error)
 
-    def _calls(self, name: str, arguments: Mapping[str, Any]) -> Iterator[tuple[str, Callable[[], Any]]]:
-        """Return each plugin's name and its call, the last registered first."""
+    def calls(self, name: str, arguments: Mapping[str, Any] | None = None) -> Iterator[tuple[str, Callable[[], Any]]]:
+        """Yield the name of each plugin that implements a hook and its call, the last registered first."""
         implementations: list[pluggy.HookImpl] = getattr(self._manager.hook, name).get_hookimpls()
         for implementation in reversed(implementations):
             others = [other.plugin for other in implementations if other.plugin is not implementation.plugin]
             alone = self._manager.subset_hook_caller(name, others)
-            yield implementation.plugin_name, partial(alone, **arguments)
+            yield implementation.plugin_name, partial(alone, **(arguments or {}))
 
     def _unknown(self, kind: str, name: str) -> str:
         offers = self.offers(kind)
@@ -159,13 +159,14 @@ class Plugins:
         return f"{asked}; installed: {', '.join(offers) or 'none'}{did_you_mean(name, offers)}{own}"
 
 
-def discover(block: Iterable[str] = ()) -> Plugins:
+def discover(block: Iterable[str] = (), *, missing_ok: bool = False) -> Plugins:
     """Find and load all plugins but those named by `block` or ``AREAL_BLOCK``, which are not even imported.
 
-    A name is an entry point's or a distribution's; PluginError when a name to block is no plugin's.
+    A name is an entry point's or a distribution's; PluginError when a name to block is no plugin's, unless
+    `missing_ok`.
     """
     found = list(_entry_points())
-    blocked = _blocked(found, block)
+    blocked = _blocked(found, block, missing_ok)
     manager = _manager()
     return Plugins((_load(candidate, blocked(candidate), manager) for candidate in found), manager)
 
@@ -234,12 +235,12 @@ def _entry_points() -> Iterator[_Candidate]:
             yield candidate
 
 
-def _blocked(found: list[_Candidate], block: Iterable[str]) -> Callable[[_Candidate], str]:
+def _blocked(found: list[_Candidate], block: Iterable[str], missing_ok: bool) -> Callable[[_Candidate], str]:
     """Return a function that says what blocks a candidate: ``--block vllm``, or nothing."""
     sources = {name: f"--block {name}" for name in block}
     sources |= {name: f"AREAL_BLOCK={name}" for name in env.blocked_plugins() if name not in sources}
     for name, source in sources.items():
-        if not any(_is_called(name, candidate) for candidate in found):
+        if not missing_ok and not any(_is_called(name, candidate) for candidate in found):
             names = sorted({known for candidate in found for known in (candidate.name, candidate.distribution)})
             raise PluginError(
                 f"{source} names no plugin; installed: {', '.join(names) or 'none'}{did_you_mean(name, names)}"

@@ -8,6 +8,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from areal import env
+from areal.app.interpreter import find_interpreter, package_of
 from areal.builtins.models.registry import resolve as resolve_model
 from areal.config.schema import AUTO, RunConfig
 from areal.contracts.accelerator import Accelerator
@@ -19,6 +20,8 @@ from areal.plugins import Plugins
 
 DISTRIBUTED = "distributed"
 """Capability of a backend that trains on several devices."""
+INLINE = "inline"
+"""The cluster without processes."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,13 +34,15 @@ class Chosen:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Resolved:
-    """Everything a recipe names, found and validated. Invariant: every component's library is installed."""
+    """Everything a recipe names, found and validated. Invariant: every component's library is where it will run."""
 
     config: RunConfig
     model_path: str
     """Empty for the bundled tiny model."""
     accelerator: Accelerator
     engine: Chosen
+    engine_python: str
+    """Absolute path of the engines' interpreter; empty: this one."""
     backend: Chosen
     algorithm: Chosen
     sft: Component
@@ -54,6 +59,7 @@ def resolve(config: RunConfig, plugins: Plugins) -> Resolved:
     Raises UnknownComponent, MissingLibrary or ConfigError in one sentence.
     """
     accelerator = _accelerator(config.device, plugins)
+    engine, engine_python = _engine(config, plugins, accelerator)
     backend = choose(plugins, "backend", config.backend.name, config.backend.options)
     _check_devices(config, backend.component)
     algorithm = choose(plugins, "algorithm", config.algorithm.name, config.algorithm.options)
@@ -62,7 +68,8 @@ def resolve(config: RunConfig, plugins: Plugins) -> Resolved:
         config=config,
         model_path=resolve_model(config.model.path),
         accelerator=accelerator,
-        engine=choose(plugins, "engine", config.engine.name, config.engine.options),
+        engine=engine,
+        engine_python=engine_python,
         backend=backend,
         algorithm=algorithm,
         sft=plugins.resolve("algorithm", "sft"),
@@ -85,12 +92,32 @@ def choose(plugins: Plugins, kind: str, name: str, table: dict[str, Any]) -> Cho
     """Return one component with its validated options; ConfigError names the key that is wrong."""
     component = plugins.resolve(kind, name)
     component.check_installed()
+    return _with_options(kind, component, table)
+
+
+def _with_options(kind: str, component: Component, table: dict[str, Any]) -> Chosen:
     try:
         return Chosen(component=component, options=component.parse_options(table))
     except ValidationError as error:
         first = error.errors()[0]
         key = ".".join(str(part) for part in first["loc"]) or "options"
-        raise ConfigError(f"{kind} {name!r} does not take {key!r} as given: {first['msg']}") from error
+        raise ConfigError(f"{kind} {component.name!r} does not take {key!r} as given: {first['msg']}") from error
+
+
+def _engine(config: RunConfig, plugins: Plugins, accelerator: Accelerator) -> tuple[Chosen, str]:
+    """Return the engine and its interpreter; its library is looked for in that one."""
+    name, options = config.engine.name, config.engine.options
+    if not config.engine.python:
+        return choose(plugins, "engine", name, options), ""
+    if _cluster_name(config) == INLINE:
+        why = "AREAL_DEBUG_MODE asks for" if env.debug_mode() else "the recipe names"
+        raise ConfigError(
+            f"'engine.python' needs worker processes and {why} the cluster {INLINE!r}, which has none; use cluster "
+            "ray, or leave 'engine.python' out"
+        )
+    component = plugins.resolve("engine", name)
+    python = find_interpreter(config.engine.python, component, [package_of(accelerator)])
+    return _with_options("engine", component, options), python
 
 
 def _check_devices(config: RunConfig, backend: Component) -> None:
@@ -114,7 +141,7 @@ def _check_group_size(config: RunConfig, options: Any) -> None:
 
 def _cluster_name(config: RunConfig) -> str:
     if env.debug_mode():
-        return "inline"
+        return INLINE
     return "ray" if config.cluster.name == AUTO else config.cluster.name
 
 

@@ -56,11 +56,13 @@ class Workers:
             name=name,
             seed=config.seed,
             log_dir=str(self._folder.path / "logs"),
+            devices=self._engine_devices,
+            parallel=config.resources.infer.parallel,
         )
         prepare = f"{__name__}:{announce_engine_process.__name__}"
         args = (resolved.engine.component, resolved.engine.options, context, prepare, self._blocked)
-        devices = max(1, config.resources.infer.total // config.engine.replicas)
-        handle = await self._spawn(name, "engine", "areal.flow.engine.worker:EngineWorker", args, devices)
+        factory = "areal.flow.engine.worker:EngineWorker"
+        handle = await self._spawn(name, "engine", factory, args, self._engine_devices)
         await self.model_is_there.wait()
         return handle
 
@@ -86,13 +88,22 @@ class Workers:
                 args=args,
                 environment=self._environment(kind, devices),
                 resources=self._resources(kind, devices),
+                python=self._resolved.engine_python if kind == "engine" else "",
             )
         )
+
+    @property
+    def _engine_devices(self) -> int:
+        """Devices of one engine replica."""
+        config = self._resolved.config
+        return max(1, config.resources.infer.total // config.engine.replicas)
 
     def _environment(self, kind: str, devices: int) -> Mapping[str, str]:
         config = self._resolved.config
         cores = len(os.sched_getaffinity(0))
-        heavy = 1 + config.engine.replicas
+        # An engine that slices its model computes in one process a device.
+        ranks = 1 if config.resources.infer.parallel == "dp" else self._engine_devices
+        heavy = 1 + config.engine.replicas * ranks
         threads = 1 if kind == "rollout" else max(1, cores // heavy)
         return self._resolved.accelerator.environment(devices, threads)
 
@@ -106,7 +117,8 @@ class Workers:
 
 def announce_engine_process(name: str, blocked: Sequence[str]) -> None:
     """Tell plugins, inside an engine's process and before its library is imported, that this is one."""
-    discover(blocked).announce("areal_engine_process", name=name)
+    # In an environment of its own (`engine.python`) there may be other plugins than the controller's.
+    discover(blocked, missing_ok=True).announce("areal_engine_process", name=name)
 
 
 def with_path(model: ModelSpec, path: str) -> ModelSpec:

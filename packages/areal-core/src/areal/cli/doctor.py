@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING
 import rich_click as click
 
 if TYPE_CHECKING:
-    from areal.monitor.doctor import Diagnosis, Finding
+    from areal.contracts.finding import Finding
+    from areal.monitor.doctor import Diagnosis
 
 STATE_STYLES = {"ok": "green", "low": "yellow", "absent": "yellow", "broken": "red"}
 

@@ -17,11 +17,13 @@ import traceback
 from collections import defaultdict
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from pathlib import Path
 from typing import Any, Literal
 
 from areal import env
 from areal.contracts.cluster import WorkerSpec
 from areal.contracts.component import import_object
+from areal.contracts.engine import Ends
 from areal.errors import ArealError, WorkerFailed
 
 Call = tuple[int, str, bytes]
@@ -61,6 +63,8 @@ class Host:
 
     def __init__(self, spec: WorkerSpec, log_file: str) -> None:
         _redirect_output(log_file)
+        # Engines compile kernels with tools of their own environment, which nobody has activated.
+        env.find_tools_in(str(Path(sys.executable).parent))
         env.apply(spec.environment)
         collect_rarely()
         self._spec = spec
@@ -104,9 +108,14 @@ class Host:
         except Exception:
             traceback.print_exc()
 
-    async def lifeline(self) -> None:
-        """Never return: whoever waits for it learns at once that this process died."""
-        await asyncio.Event().wait()
+    async def lifeline(self) -> str:
+        """Return why, once the component has ended by itself; whoever waits also learns at once that the process died.
+
+        A component that cannot end by itself lives as long as its process.
+        """
+        if isinstance(self._worker, Ends):
+            return await reason_of_end(self._worker)
+        return await asyncio.get_running_loop().create_future()
 
     async def _run(self, caller: str, call_id: int, method: str, arguments: bytes) -> None:
         outbox = self._outboxes[caller]
@@ -136,6 +145,15 @@ class Host:
         if not isinstance(error, asyncio.CancelledError):
             traceback.print_exception(error)
         return pickle.dumps(WorkerFailed(f"{self._spec.name} failed in {method!r}: {type(error).__name__}: {error}"))
+
+
+async def reason_of_end(worker: Ends) -> str:
+    """Wait until a component has ended by itself and return why; one that fails to watch itself has ended too."""
+    try:
+        return await worker.ended()
+    except Exception as error:
+        traceback.print_exc()
+        return f"it failed in 'ended': {type(error).__name__}: {error}"
 
 
 def collect_rarely() -> None:

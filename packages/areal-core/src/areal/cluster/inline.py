@@ -10,8 +10,10 @@ from contextlib import aclosing, asynccontextmanager
 from typing import Any
 
 from areal import env
+from areal.cluster.host import reason_of_end
 from areal.contracts.cluster import WorkerDeath, WorkerSpec
 from areal.contracts.component import import_object
+from areal.contracts.engine import Ends
 from areal.contracts.options import Options
 from areal.errors import ArealError, WorkerDied, WorkerFailed
 
@@ -23,6 +25,7 @@ class InlineHandle:
         self.name = name
         self._worker = worker
         self._on_end = on_end
+        self._reason = ""
         self._open: set[asyncio.Timeout] = set()
 
     async def call(self, method: str, *args: Any, deadline_s: float | None = None) -> Any:
@@ -46,7 +49,7 @@ class InlineHandle:
     async def _waiting(self, method: str, deadline_s: float | None) -> AsyncIterator[None]:
         """End what is inside when the deadline passes or the worker is killed, and say which of the two it was."""
         if self._worker is None:
-            raise WorkerDied(f"{self.name} was asked for {method!r} after it had ended")
+            raise WorkerDied(f"{self.name} was asked for {method!r} after it had ended: {self._reason}")
         deadline = asyncio.timeout(deadline_s)
         try:
             async with deadline:
@@ -62,17 +65,22 @@ class InlineHandle:
                 traceback.print_exc()  # the same sentence as from another process, and what a debugger wants to see
                 raise WorkerFailed(f"{self.name} failed in {method!r}: {type(error).__name__}: {error}") from error
             if self._worker is None:
-                raise WorkerDied(f"{self.name} was ended while it was asked for {method!r}") from None
+                raise WorkerDied(f"{self.name} was ended while it was asked for {method!r}: {self._reason}") from None
             raise WorkerFailed(f"{self.name} did not answer {method!r} within {deadline_s:g} s") from None
 
     async def kill(self) -> None:
+        await self.end("it was ended by the controller")
+
+    async def end(self, reason: str) -> None:
+        """End the worker for this reason, unless it has ended already."""
         worker, self._worker = self._worker, None
         if worker is None:
             return
+        self._reason = reason
         for deadline in self._open:
             if not deadline.expired():
                 deadline.reschedule(0.0)
-        self._on_end(WorkerDeath(name=self.name, reason="it was ended by the controller"))
+        self._on_end(WorkerDeath(name=self.name, reason=reason))
         if hasattr(worker, "close"):
             result = worker.close()
             if inspect.isawaitable(result):
@@ -84,12 +92,18 @@ class InlineCluster:
 
     def __init__(self, options: Options, run_dir: str) -> None:
         self._handles: list[InlineHandle] = []
+        self._ending: list[asyncio.Task[None]] = []
         self._deaths: asyncio.Queue[WorkerDeath] = asyncio.Queue()
 
     async def start(self) -> None:
         """Nothing to start."""
 
     async def spawn(self, spec: WorkerSpec) -> InlineHandle:
+        if spec.python:
+            raise WorkerFailed(
+                f"{spec.name} did not start: it is to run in {spec.python}, and the cluster 'inline' is this process; "
+                "use cluster ray"
+            )
         env.setdefault(spec.environment)
         try:
             worker = import_object(spec.factory)(*spec.args)
@@ -100,12 +114,25 @@ class InlineCluster:
             raise WorkerFailed(f"{spec.name} did not start: {type(error).__name__}: {error}") from error
         handle = InlineHandle(spec.name, worker, self._deaths.put_nowait)
         self._handles.append(handle)
+        if isinstance(worker, Ends):
+            self._ending.append(asyncio.create_task(self._end_with(worker, handle)))
         return handle
+
+    async def _end_with(self, worker: Ends, handle: InlineHandle) -> None:
+        """End the handle of a worker that has ended by itself."""
+        reason = await reason_of_end(worker)
+        try:
+            await handle.end(reason)
+        except Exception:  # what is broken may fail to close, too
+            traceback.print_exc()
 
     async def watch(self) -> AsyncIterator[WorkerDeath]:
         while True:
-            yield await self._deaths.get()  # objects end only by `kill`
+            yield await self._deaths.get()  # objects end by `kill`, or say so themselves
 
     async def close(self) -> None:
+        for task in self._ending:
+            task.cancel()
+        await asyncio.gather(*self._ending, return_exceptions=True)
         for handle in reversed(self._handles):
             await handle.kill()

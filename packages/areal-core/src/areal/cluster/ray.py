@@ -9,6 +9,7 @@ import os
 import pickle
 import re
 import secrets
+import shlex
 import uuid
 from collections import deque
 from collections.abc import AsyncIterator, Callable
@@ -210,6 +211,7 @@ class RayCluster:
             max_restarts=0,
             max_task_retries=0,
             max_concurrency=1000,
+            runtime_env=runtime_env(spec.python),
         )
         try:
             actor = host.remote(spec, log_file)
@@ -241,14 +243,16 @@ class RayCluster:
                 )
 
     async def _hold_lifeline(self, handle: RayHandle, actor: Any) -> None:
+        """Report the death of a worker, and end the process of one that has ended by itself."""
         try:
-            await actor.lifeline.remote()
+            reason = with_tail(await actor.lifeline.remote(), handle._log_file)
+            ray.kill(actor, no_restart=True)
         except RayError as error:
-            self._handles.pop(handle.name, None)
             reason = death_reason(error, handle._log_file)
-            handle._death = handle._death or WorkerDied(f"{handle.name} died: {reason}")
-            handle._fail_open(handle._death)
-            self._deaths.put_nowait(WorkerDeath(name=handle.name, reason=reason))
+        self._handles.pop(handle.name, None)
+        handle._death = handle._death or WorkerDied(f"{handle.name} died: {reason}")
+        handle._fail_open(handle._death)
+        self._deaths.put_nowait(WorkerDeath(name=handle.name, reason=reason))
 
     async def watch(self) -> AsyncIterator[WorkerDeath]:
         while True:
@@ -267,11 +271,25 @@ class RayCluster:
             await asyncio.to_thread(ray.shutdown)
 
 
+def runtime_env(python: str) -> dict[str, str] | None:
+    """Return what makes Ray start a worker with another interpreter; Ray hands the path to a shell as it is.
+
+    The worker's modules come from that interpreter's own environment: of the controller it is given the working
+    folder and the script's, and what PYTHONPATH says.
+    """
+    return {"py_executable": shlex.quote(python)} if python else None
+
+
 def death_reason(error: RayError, log_file: str) -> str:
     """Return why an actor died: Ray's exit type and detail without its advice, and the log's last lines."""
     said = " ".join(str(error).split())
     found = re.search(r"Worker exit type: (\w+) Worker exit detail: (.*?)(?= Some common causes|$)", said)
     reason = f"{found[1]}, {found[2].rstrip('.')}" if found else said
+    return with_tail(reason, log_file)
+
+
+def with_tail(reason: str, log_file: str) -> str:
+    """Return the reason with the log's last lines behind it, if there are any."""
     tail = _tail(log_file)
     return f"{reason}; its log ends with:\n{tail}" if tail else reason
 

@@ -23,6 +23,8 @@ class WorkerSpec:
     """Set before anything heavy is imported."""
     resources: Mapping[str, float] = field(default_factory=dict[str, float])
     """For example ``{"CPU": 1, "infer": 1}``."""
+    python: str = ""
+    """Absolute path of the interpreter the worker runs in, the same on every machine; empty: the controller's."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,7 +33,7 @@ class WorkerDeath:
 
     name: str
     reason: str
-    """Exit code or signal and the last lines of its log, in one short text."""
+    """Exit code or signal, or what the worker said of its own end, and the last lines of its log."""
 
 
 class Handle(Protocol):

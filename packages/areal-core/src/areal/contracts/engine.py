@@ -58,5 +58,23 @@ class ReportsLoad(Protocol):
     """Optional: an engine that tells how busy it is. Invariant: reading costs no forward pass."""
 
     def load(self) -> dict[str, float]:
-        """Return ``running``, ``waiting`` (requests), ``kv_usage`` (0..1), ``tokens_total``, and more."""
+        """Return ``running``, ``waiting`` (requests), ``kv_usage`` (0..1), ``tokens_total``, and more.
+
+        They become the metrics ``engine/...``. Names that end in ``_usage`` or ``_share`` are averaged over the
+        replicas; all others are summed, so a figure that does not add up has no place here. ``version`` is left out.
+        ``tokens_total`` counts the tokens made since the engine started and gives ``engine/tokens_per_s``.
+        """
+        ...
+
+
+@runtime_checkable
+class Ends(Protocol):
+    """Optional: an engine that can be broken for good while its process lives. Invariant: once ended, it stays so."""
+
+    async def ended(self) -> str:
+        """Return why, once the engine can serve no more by itself; never return while it can.
+
+        Awaited from before `start` on. The replica then leaves the fleet, its process is ended without `close`,
+        and another takes its place.
+        """
         ...

@@ -131,6 +131,10 @@ class EngineContext:
     seed: int
     log_dir: str = ""
     """Folder for log files of processes the engine starts itself."""
+    devices: int = 1
+    """Devices of this replica; on the CPU as many ranks as on other devices."""
+    parallel: Literal["dp", "tp", "pp"] = "dp"
+    """How they share the model: each has a copy (dp), slices of each layer (tp), or a run of layers (pp)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

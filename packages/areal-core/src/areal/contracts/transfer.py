@@ -30,6 +30,16 @@ class TensorSpec:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Adapter:
+    """A LoRA adapter (Hu et al. 2021): W + (alpha / rank) B A. Invariant: the weights beneath it never change."""
+
+    rank: int
+    alpha: float
+    target_modules: tuple[str, ...]
+    """Last parts of the names of the adapted modules, for example ``q_proj``."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Layout:
     """How one side holds the weights. Invariant: two layouts with equal `host` can share memory."""
 
@@ -45,6 +55,8 @@ class Layout:
     """What this side stores; the sender casts to the receiver's."""
     tensors: tuple[TensorSpec, ...] = ()
     """All parameters in the order in which they are sent; tied parameters stand once. Empty for receivers."""
+    adapter: Adapter | None = None
+    """What a sender that trains LoRA publishes: `tensors` are the adapter's, under PEFT's names, and no others."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -254,6 +254,7 @@ class Loop:
 
     async def _train(self, groups: list[Group], waited_s: float) -> None:
         began = time.perf_counter()
+        self._tasks.start(self._stages.fleet.measure_load())
         settings, version = self._settings, self._step
         oldest = version - settings.max_staleness if settings.on_excess == "mask" else None
         request = TrainRequest(step=version + 1, version=version, groups=tuple(groups), oldest_version=oldest)
@@ -303,6 +304,7 @@ class Loop:
             "rollout/reissued_groups": float(stages.crew.num_reissued),
             **extra,
             **self._parity,
+            **stages.fleet.load,
         }
 
     async def _publish(self) -> None:

@@ -1,32 +1,24 @@
-"""What this machine has for a run, what each missing piece costs, and the command that brings it.
-
-torch is imported in a process of its own only: the report comes even when importing it fails or crashes.
-"""
+"""What this machine has for a run, what each missing piece costs, and the command that brings it."""
 
 from __future__ import annotations
 
-import json
 import platform
 import re
 import shutil
-import signal
-import subprocess
 import sys
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from areal import env
-from areal.contracts.component import Component
-from areal.errors import ArealError
+from areal.contracts.finding import Finding, State
+from areal.monitor.probe import ask_plugin, run_probe
 from areal.plugins import PluginRow, Plugins, discover
 
 CORE = "areal-core"
 LOWEST_PYTHON = (3, 11)
-# Importing torch takes seconds from a cold disk; beyond this it hangs.
-PROBE_DEADLINE_S = 120.0
 GIB = 2**30
 # Controller, trainer, engine and rollout worker each import torch or transformers, at 0.3 to 0.5 GiB a process.
 ENOUGH_MEMORY_BYTES = 3 * GIB
@@ -43,26 +35,10 @@ EXTRAS = {
 }
 """What a run cannot have without each of core's extras."""
 COMPANIONS = {
-    "areal-vllm": "no engine vllm: its plugin is not published yet",
-    "areal-sglang": "no engine sglang: its plugin is not published yet",
+    "areal-vllm": ("no engine vllm", "pip install 'areal-vllm[vllm]'", "pip install 'areal-vllm[cpu]'"),
+    "areal-sglang": ("no engine sglang: its plugin is not published yet", "", ""),
 }
-"""AReaL's own plugins, and what a run cannot have without each."""
-
-State = Literal["ok", "low", "absent", "broken"]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Finding:
-    """One thing looked at. Invariant: unless `state` is ok, `detail` says what that costs."""
-
-    topic: str
-    name: str
-    state: State
-    detail: str
-    command: str = ""
-    """Brings what is missing."""
-    is_required: bool = False
-    """Whether no run at all is possible while it is absent or broken."""
+"""AReaL's own plugins: what a run cannot have without each, and what brings it with an accelerator and without."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,61 +56,19 @@ def diagnose(block: Iterable[str] = (), folder: str | Path = ".") -> Diagnosis:
     """Look at everything a run in `folder` needs; PluginError only when `block` names no plugin."""
     block = tuple(block)
     plugins = discover(block)
+    found = run_probe(block)
     return Diagnosis(
         (
             _python(),
             *_libraries(),
-            *_torch_and_devices(run_probe(block)),
+            *_torch_and_devices(found),
             *_machine(Path(folder)),
             *_plugins(plugins),
+            *_told(plugins, block),
             *_extras(),
-            *_companions(plugins),
+            *_companions(plugins, found),
         )
     )
-
-
-def run_probe(block: Sequence[str] = (), deadline_s: float = PROBE_DEADLINE_S) -> dict[str, Any]:
-    """Return what `probe` finds out in a process of its own, or ``{"failure": why it could not}``."""
-    command = [sys.executable, "-c", f"from {__name__} import probe; probe({tuple(block)!r})"]
-    try:
-        ended = subprocess.run(command, capture_output=True, text=True, timeout=deadline_s, check=False)
-    except subprocess.TimeoutExpired:
-        return {"failure": f"importing torch did not end within {deadline_s:g} s"}
-    if ended.returncode < 0:
-        return {"failure": f"importing torch ended the process by {signal.Signals(-ended.returncode).name}"}
-    try:
-        return json.loads(ended.stdout.splitlines()[-1])
-    except (IndexError, ValueError):
-        last_words = ended.stderr.strip().splitlines() or ["no message"]
-        return {"failure": f"importing torch ended the process with code {ended.returncode}: {last_words[-1]}"}
-
-
-def probe(block: Sequence[str]) -> None:
-    """Import torch, ask every accelerator, and write one line of JSON: ``torch`` and ``devices``."""
-    try:
-        import torch
-
-        found = {"version": torch.__version__, "threads": torch.get_num_threads(), "failure": ""}
-    except Exception as error:  # broken installations raise whatever they like
-        found = {"failure": _describe(error)}
-    offers = discover(block).offers("accelerator")
-    devices = {name: _ask_device(same_name[0].component) for name, same_name in offers.items()}
-    sys.stdout.write("\n" + json.dumps({"torch": found, "devices": devices}) + "\n")
-
-
-def _ask_device(component: Component) -> dict[str, Any]:
-    try:
-        device = component.load()(component.parse_options({}))
-        if not device.is_available():
-            return {"count": 0}
-        return {"count": device.count(), "total_bytes": device.memory()[1]}
-    except Exception as error:  # a driver or a plugin that fails is a finding
-        return {"failure": _describe(error)}
-
-
-def _describe(error: Exception) -> str:
-    text = " ".join(str(error).split())
-    return text if isinstance(error, ArealError) else f"{type(error).__name__}: {text}"
 
 
 def _python() -> Finding:
@@ -243,6 +177,12 @@ def _plugin(row: PluginRow) -> Finding:
     return Finding(topic="plugins", name=row.name, state=state, detail=detail, is_required=row.distribution == CORE)
 
 
+def _told(plugins: Plugins, block: tuple[str, ...]) -> Iterator[Finding]:
+    """Yield what plugins found themselves; each is asked in a process of its own."""
+    for name, _ in plugins.calls("areal_findings"):
+        yield from ask_plugin(name, block)
+
+
 def _extras() -> Iterator[Finding]:
     for extra, cost in EXTRAS.items():
         missing = [name for name in _requirements().get(extra, ()) if not _version(name)]
@@ -255,11 +195,14 @@ def _extras() -> Iterator[Finding]:
         )
 
 
-def _companions(plugins: Plugins) -> Iterator[Finding]:
+def _companions(plugins: Plugins, found: Mapping[str, Any]) -> Iterator[Finding]:
     installed = {row.distribution for row in plugins.rows()}
-    for name, cost in COMPANIONS.items():
+    devices: Mapping[str, Any] = found.get("devices", {})
+    is_accelerated = any(device.get("count") for name, device in devices.items() if name != "cpu")
+    for name, (cost, accelerated, plain) in COMPANIONS.items():
         if name not in installed:
-            yield Finding(topic="extras", name=name, state="absent", detail=cost)
+            command = accelerated if is_accelerated else plain
+            yield Finding(topic="extras", name=name, state="absent", detail=cost, command=command)
 
 
 def _requirements() -> dict[str, list[str]]:

@@ -19,7 +19,7 @@ from typing import Any
 
 import pytest
 
-from areal.contracts.engine import Engine, ReportsLoad
+from areal.contracts.engine import Ends, Engine, ReportsLoad
 from areal.contracts.messages import Completion
 from areal.contracts.transfer import Layout
 from areal.errors import ArealError, WorkerFailed
@@ -156,6 +156,20 @@ class EngineConformance(EngineUpdates):
         assert after["running"] == after["waiting"] == 0
         assert 0.0 <= after["kv_usage"] <= 1.0
         assert after["tokens_total"] - before["tokens_total"] == len(completion.token_ids)
+
+    def test_an_engine_that_can_serve_has_not_ended(self, stand: Stand) -> None:
+        engine = stand.engine
+        if not isinstance(engine, Ends):
+            pytest.skip("the engine does not tell its own end")
+
+        async def watch() -> None:
+            ending = asyncio.ensure_future(engine.ended())
+            await stand.gather([stand.request([BOS], max_new_tokens=5)])
+            assert not ending.done()
+            ending.cancel()
+            await asyncio.gather(ending, return_exceptions=True)
+
+        stand.run(watch())
 
     def test_close_returns_interrupted_and_may_be_repeated(
         self, make_engine: Callable[[str], Engine], tmp_path: Any

@@ -3,21 +3,18 @@
 from __future__ import annotations
 
 import asyncio
-import math
 
 from areal.builtins.transformers_engine.batcher import Batcher
-from areal.builtins.transformers_engine.model import CausalModel
+from areal.builtins.transformers_engine.model import CausalModel, commit
 from areal.builtins.transformers_engine.options import TransformersEngineOptions
 from areal.builtins.transformers_engine.scheduler import Row, Scheduler
-from areal.builtins.transformers_engine.staging import Staging, commit
 from areal.contracts.engine import PauseMode
 from areal.contracts.messages import Completion, GenerateRequest
+from areal.contracts.requests import check_request
 from areal.contracts.specs import EngineContext
+from areal.contracts.staging import Staging
 from areal.contracts.transfer import Layout, Receipt, Transfer, local_host
 from areal.errors import ArealError, WorkerFailed
-
-_MIN_TEMPERATURE = 1e-5
-"""Logits divided by less could overflow."""
 
 
 class TransformersEngine:
@@ -51,7 +48,7 @@ class TransformersEngine:
     async def generate(self, request: GenerateRequest) -> Completion:
         """Return the completion of one request; ArealError for one that the model cannot take."""
         model = self._running_model()
-        self._check(request, model)
+        check_request(request, self._context.name, num_positions=model.max_tokens, vocab_size=model.vocab_size)
         stops = model.stop_ids.union(request.sampling.stop_token_ids)
         row = Row(request, stops, asyncio.get_running_loop().create_future())
         if row.limit == 0:
@@ -146,32 +143,6 @@ class TransformersEngine:
             state = "closed" if self._closed else "not started"
             raise WorkerFailed(f"engine {self._context.name!r} is {state}; it takes no requests")
         return self._model
-
-    def _check(self, request: GenerateRequest, model: CausalModel) -> None:
-        name, sampling, size = self._context.name, request.sampling, len(request.prompt_ids)
-        if size == 0:
-            raise ArealError(f"request {request.uid!r} has an empty prompt; give at least one token")
-        temperature = sampling.temperature
-        if temperature != 0 and not _MIN_TEMPERATURE <= temperature < math.inf:
-            raise ArealError(
-                f"request {request.uid!r} asks for temperature {temperature}; "
-                f"use 0 for greedy decoding, or {_MIN_TEMPERATURE} and more"
-            )
-        if sampling.max_new_tokens < 0 or sampling.top_k < 0 or not 0 < sampling.top_p <= 1:
-            raise ArealError(
-                f"request {request.uid!r} cannot be sampled with {sampling}; "
-                "max_new_tokens and top_k start at 0, top_p lies in (0, 1]"
-            )
-        if size + sampling.max_new_tokens > model.max_tokens:
-            raise ArealError(
-                f"request {request.uid!r} needs {size} prompt and {sampling.max_new_tokens} new tokens, the model of "
-                f"engine {name!r} has {model.max_tokens} positions; shorten the prompt or lower max_new_tokens"
-            )
-        if not 0 <= min(request.prompt_ids) <= max(request.prompt_ids) < model.vocab_size:
-            raise ArealError(
-                f"request {request.uid!r} holds a token id outside 0..{model.vocab_size - 1}, "
-                f"the vocabulary of engine {name!r}; encode it with the model's own tokenizer"
-            )
 
 
 def _describe(error: Exception) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -109,3 +109,10 @@ class CausalModel:
                 f"the engine 'transformers' cannot run the model in {spec.path!r}: its logits with a KV cache differ "
                 f"from those without by {distance:.1g} of their norm; use engine vllm or sglang for it"
             )
+
+
+def commit(parameters: Mapping[str, Tensor], staged: Mapping[str, Tensor]) -> None:
+    """Copy staged tensors into the parameters in place, so that whoever holds a parameter sees the new weights."""
+    with torch.no_grad():
+        for name, tensor in staged.items():
+            parameters[name].copy_(tensor)

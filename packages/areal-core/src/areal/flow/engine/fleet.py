@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from areal.contracts.cluster import Handle
 from areal.contracts.transfer import Layout
 from areal.errors import WorkerFailed
+from areal.flow.engine.load import LoadMeter
 
 Spawn = Callable[[str], Awaitable[Handle]]
 """Starts an engine worker of this name and returns its handle; the engine has not loaded its model yet."""
@@ -39,6 +40,7 @@ class Fleet:
         self._on_change = on_change
         self._restarts_left = max_restarts
         self._names = itertools.count()
+        self._meter = LoadMeter()
         self.members: dict[str, Member] = {}
 
     async def add(self) -> str:
@@ -81,14 +83,11 @@ class Fleet:
     async def _tell(self) -> None:
         await self._on_change({name: m.handle for name, m in self.members.items() if m.serving})
 
-    async def load(self) -> dict[str, float]:
-        """Return the serving engines' load summed over replicas, for the metrics; silent replicas count nothing."""
-        sums: dict[str, float] = {}
-        for member in list(self.members.values()):
-            try:
-                load: dict[str, float] = await member.handle.call("load", deadline_s=10.0)
-            except WorkerFailed:
-                continue
-            for key, value in load.items():
-                sums[f"engine/{key}"] = sums.get(f"engine/{key}", 0.0) + value
-        return sums
+    async def measure_load(self) -> None:
+        """Ask all replicas how busy they are; `load` is what it was until they have answered."""
+        await self._meter.measure({name: member.handle for name, member in self.members.items()})
+
+    @property
+    def load(self) -> Mapping[str, float]:
+        """How busy the replicas were when they were last asked, as metrics."""
+        return self._meter.figures

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Sequence
 from typing import Any
 
 from areal.contracts.component import Component, import_object
-from areal.contracts.engine import Engine, PauseMode, ReportsLoad
+from areal.contracts.engine import Ends, Engine, PauseMode, ReportsLoad
 from areal.contracts.messages import Completion, GenerateRequest
 from areal.contracts.specs import EngineContext
 from areal.contracts.transfer import Layout, Receipt, Transfer
@@ -38,7 +39,15 @@ class EngineWorker:
         return await self._engine.receive(transfer)
 
     async def load(self) -> dict[str, float]:
-        return self._engine.load() if isinstance(self._engine, ReportsLoad) else {}
+        """Return how busy the engine is; empty for one that does not tell. Figures that are no numbers are an error."""
+        load = self._engine.load() if isinstance(self._engine, ReportsLoad) else {}
+        return {name: float(value) for name, value in load.items()}
+
+    async def ended(self) -> str:
+        """Return why, once the engine can serve no more by itself; never return for one that does not say."""
+        if isinstance(self._engine, Ends):
+            return await self._engine.ended()
+        return await asyncio.get_running_loop().create_future()
 
     async def close(self) -> None:
         await self._engine.close()

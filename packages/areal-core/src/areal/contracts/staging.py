@@ -1,4 +1,6 @@
-"""The receiving end of a weight update: tensors arrive beside the running weights, are checked, and wait for commit."""
+"""The receiving end of a weight update, for every engine: tensors arrive beside the running weights, are checked
+against what the engine holds, and wait for the commit.
+"""
 
 from __future__ import annotations
 
@@ -6,14 +8,15 @@ import asyncio
 import threading
 import time
 from collections.abc import Mapping
-
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING
 
 from areal.contracts.messages import Version
 from areal.contracts.resharder import Receiver
 from areal.contracts.transfer import Receipt, Transfer, checksum
 from areal.errors import TransferFailed
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 _GRACE_S = 2.0
 """A receiver keeps the deadline itself and says why it failed; only one that does not is cut off after this."""
@@ -25,9 +28,14 @@ class Staging:
     At most one receiver is open. It belongs to the plan with its uid; another plan closes it.
     """
 
-    def __init__(self, name: str, parameters: Mapping[str, Tensor]) -> None:
+    def __init__(self, name: str, parameters: Mapping[str, Tensor], device: str = "") -> None:
+        """`parameters`: what the engine holds, by HF name; tied names share one tensor, which may be a meta tensor.
+
+        `device`: where staged tensors wait; empty: each on its parameter's device.
+        """
         self._name = name
         self._parameters = parameters
+        self._device = device
         self._staged: dict[str, Tensor] = {}
         self._version: Version | None = None
         self._attempt = object()
@@ -109,7 +117,7 @@ class Staging:
             if checksums[first] != checksums[name]:
                 raise TransferFailed(f"{first!r} and {name!r} are one tied parameter here but arrived with two values")
             # A copy: the receiver may use its memory again.
-            staged[first] = tensor.to(parameter.device, copy=True)
+            staged[first] = tensor.to(self._device or parameter.device, copy=True)
         missing = {id(parameter): name for name, parameter in self._parameters.items() if id(parameter) not in owners}
         if missing:
             names = sorted(missing.values())
@@ -139,13 +147,6 @@ class Staging:
         receiver: Receiver = resharder.receiver(transfer.plan, transfer.member)
         self._receiver, self._uid = receiver, transfer.plan.uid
         return receiver
-
-
-def commit(parameters: Mapping[str, Tensor], staged: Mapping[str, Tensor]) -> None:
-    """Copy staged tensors into the parameters in place, so that whoever holds a parameter sees the new weights."""
-    with torch.no_grad():
-        for name, tensor in staged.items():
-            parameters[name].copy_(tensor)
 
 
 def _shape(tensor: Tensor) -> str:

@@ -12,9 +12,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from areal.builtins.transformers_engine import staging as module
-from areal.builtins.transformers_engine.staging import Staging, commit
+from areal.builtins.transformers_engine.model import commit
+from areal.contracts import staging as module
 from areal.contracts.component import Component
+from areal.contracts.staging import Staging
 from areal.contracts.transfer import Layout, Plan, Transfer, checksum
 from areal.errors import TransferFailed
 

@@ -1,0 +1,65 @@
+"""The engines' load as metrics: what each replica says becomes one figure for the fleet."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Mapping
+
+from areal.contracts.cluster import Handle
+from areal.errors import WorkerFailed
+
+DEADLINE_S = 5.0
+"""An engine that is asked while it starts a long pass answers a moment later, or is left out."""
+AVERAGED = ("_usage", "_share")
+"""Ends of the names of figures that are averaged over the replicas; all others are summed."""
+
+
+class LoadMeter:
+    """Asks engines how busy they are. Invariant: `figures` are those of one moment, and no rate is negative.
+
+    A replica counts its tokens from 0, so they are compared with what the same replica said before.
+    """
+
+    def __init__(self) -> None:
+        self.figures: Mapping[str, float] = {}
+        """The newest answers as ``engine/...``."""
+        self._tokens: dict[str, float] = {}
+        self._asked_at: float | None = None
+        self._is_asking = False
+
+    async def measure(self, engines: Mapping[str, Handle]) -> None:
+        """Ask all engines at once, unless they are still being asked; ``engine/silent`` counts those without answer."""
+        if self._is_asking:
+            return
+        self._is_asking = True
+        try:
+            asked_at = time.perf_counter()
+            answers = await asyncio.gather(*(_load(handle) for handle in engines.values()))
+        finally:
+            self._is_asking = False
+        loads = {name: load for name, load in zip(engines, answers, strict=True) if load is not None}
+        figures = _combined(list(loads.values())) | {"silent": float(len(engines) - len(loads))}
+        tokens = {name: load["tokens_total"] for name, load in loads.items() if "tokens_total" in load}
+        if tokens and self._asked_at is not None:
+            made = sum(max(0.0, total - self._tokens.get(name, 0.0)) for name, total in tokens.items())
+            figures["tokens_per_s"] = made / (asked_at - self._asked_at)
+        # The tokens of a silent replica count when it speaks again.
+        self._tokens = {name: tokens.get(name, self._tokens.get(name, 0.0)) for name in engines}
+        self._asked_at = asked_at
+        self.figures = {f"engine/{name}": value for name, value in figures.items()}
+
+
+async def _load(engine: Handle) -> dict[str, float] | None:
+    try:
+        return await engine.call("load", deadline_s=DEADLINE_S)
+    except WorkerFailed:
+        return None
+
+
+def _combined(loads: list[dict[str, float]]) -> dict[str, float]:
+    figures: dict[str, float] = {}
+    for key in dict.fromkeys(key for load in loads for key in load if key != "version"):
+        values = [load[key] for load in loads if key in load]
+        figures[key] = sum(values) / (len(values) if key.endswith(AVERAGED) else 1)
+    return figures

@@ -1,0 +1,85 @@
+"""What the workers are given: devices, threads, resources, an interpreter."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any, cast
+
+import pytest
+
+from areal.app.resolve import resolve
+from areal.app.workers import Workers, announce_engine_process
+from areal.config import RunConfig
+from areal.contracts.cluster import Cluster, Handle, WorkerSpec
+from areal.contracts.specs import EngineContext
+from areal.monitor.folder import RunFolder
+from areal.plugins import discover
+
+CORES = 24
+
+
+class Recorder:
+    """A cluster that starts nothing. Invariant: `specs` is everything that it was asked for, in order."""
+
+    def __init__(self) -> None:
+        self.specs: list[WorkerSpec] = []
+
+    async def spawn(self, spec: WorkerSpec) -> Handle:
+        self.specs.append(spec)
+        return cast(Handle, None)
+
+
+async def spawned(tmp_path: Path, recipe: dict[str, Any]) -> dict[str, WorkerSpec]:
+    config = RunConfig.model_validate({"device": "cpu", **recipe})
+    resolved, recorder = resolve(config, discover()), Recorder()
+    workers = Workers(resolved, config.model, cast(Cluster, recorder), RunFolder(tmp_path), ())
+    workers.model_is_there.set()
+    await workers.trainer()
+    await workers.engine("engine-0")
+    await workers.rollout("rollout-0")
+    return {spec.kind: spec for spec in recorder.specs}
+
+
+@pytest.fixture(autouse=True)
+def many_cores(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(CORES)))
+
+
+@pytest.mark.parametrize(
+    ("infer", "replicas", "devices", "parallel", "threads"),
+    [
+        ({}, 1, 1, "dp", CORES // 2),
+        ({}, 3, 1, "dp", CORES // 4),
+        ({"num_gpus": 2, "parallel": "tp"}, 1, 2, "tp", CORES // 3),
+        ({"num_gpus": 4, "parallel": "tp"}, 2, 2, "tp", CORES // 5),
+        ({"num_nodes": 2, "gpus_per_node": 2, "parallel": "pp"}, 1, 4, "pp", CORES // 5),
+        ({"num_gpus": 2}, 2, 1, "dp", CORES // 3),
+    ],
+)
+async def test_devices_and_cores_of_an_engine(
+    tmp_path: Path, infer: dict[str, Any], replicas: int, devices: int, parallel: str, threads: int
+) -> None:
+    recipe = {"resources": {"infer": infer}, "engine": {"replicas": replicas}}
+    specs = await spawned(tmp_path, recipe)
+    (context,) = [arg for arg in specs["engine"].args if isinstance(arg, EngineContext)]
+    assert (context.devices, context.parallel) == (devices, parallel)
+    assert {kind: spec.environment["OMP_NUM_THREADS"] for kind, spec in specs.items()} == {
+        "trainer": str(threads),
+        "engine": str(threads),
+        "rollout": "1",
+    }
+    assert specs["engine"].resources == {"infer": 1.0}, "the CPU is shared"
+
+
+async def test_only_engines_run_in_another_interpreter(tmp_path: Path, other_python: Path) -> None:
+    specs = await spawned(tmp_path, {"engine": {"python": str(other_python)}})
+    assert {kind: spec.python for kind, spec in specs.items()} == {
+        "trainer": "",
+        "engine": str(other_python),
+        "rollout": "",
+    }
+
+
+def test_a_plugin_that_is_blocked_here_need_not_be_installed_there() -> None:
+    announce_engine_process("transformers", ("installed-at-the-controller",))
