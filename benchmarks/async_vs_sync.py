@@ -1,6 +1,7 @@
 """Asynchronous against synchronous AReaL on the same cores: where overlapping pays, and where it loses.
 
     python benchmarks/async_vs_sync.py [--case uniform|spread|both] [--steps N] [--rounds N] [--out FILE]
+    python benchmarks/async_vs_sync.py --engine vllm [--case arithmetic|spread|uniform|both] [--out FILE]
 
 - asynchronous: rollout and training overlap, staleness at most 2, each process with its share of the cores;
 - synchronous: the same processes with staleness 0, so that one of them always waits;
@@ -8,23 +9,28 @@
 
 uniform is the tiny task with answers of 5 tokens, spread is SmolLM2 with short and long answers in each batch
 (benchmarks/README.md). "Wait" is the trainer's share of time without work: the rest is what overlapping can gain.
+With --engine vllm all three generate with vLLM, in its environment .venvs/vllm, and arithmetic is the SmolLM2 recipe.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from measuring.areal_side import run_areal
-from measuring.cases import CASES, Case, initial_model
+from measuring.cases import ARITHMETIC, CASES, Case, initial_model
 from measuring.curve import Curve, median_of, table
 from measuring.processes import new_folder
+from measuring.vllm_environment import add_vllm_options, vllm_options, vllm_python
 
-KINDS = {"uniform": replace(CASES["a"], window=10), "spread": CASES["c"]}
+KINDS = {"uniform": replace(CASES["a"], window=10), "spread": CASES["c"], "arithmetic": ARITHMETIC}
+BOTH = {"transformers": ("uniform", "spread"), "vllm": ("arithmetic", "spread")}
+"""The two cases of each engine."""
 ASYNC, SYNC, SYNC_ALL = "asynchronous", "synchronous", "synchronous, all cores"
 FIGURES = {
     "mean_step_s": "seconds a step",
@@ -39,7 +45,8 @@ def main() -> None:
     args = arguments()
     folder = new_folder(args.folder, "async_vs_sync")
     report: dict[str, Any] = {"arguments": {key: str(value) for key, value in vars(args).items()}, "cases": {}}
-    for name in KINDS if args.case == "both" else [args.case]:
+    args.python = vllm_python(args.vllm_python) if args.engine == "vllm" else sys.executable
+    for name in BOTH[args.engine] if args.case == "both" else [args.case]:
         report["cases"][name] = compare(name, KINDS[name].with_precision(args.precision), args, folder / name)
         if args.out:
             args.out.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
@@ -49,6 +56,10 @@ def main() -> None:
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--case", choices=[*KINDS, "both"], default="both")
+    parser.add_argument(
+        "--engine", choices=list(BOTH), default="transformers", help="what generates, in all three ways"
+    )
+    add_vllm_options(parser, max_num_seqs=64, kv_cache_mb=512)
     parser.add_argument("--steps", type=int, help="training steps; else the case's own")
     parser.add_argument("--rounds", type=int, default=1, help="how often each way runs")
     parser.add_argument("--cores", type=int, default=2)
@@ -72,8 +83,10 @@ def compare(name: str, case: Case, args: argparse.Namespace, folder: Path) -> di
     print(f"\n{name}: {case.title}, {steps} steps, {case.precision}", flush=True)
     model = initial_model(case, args.smollm2, folder=folder, seed=args.seed, cores=args.cores)
     summaries: dict[str, list[dict[str, float | None]]] = {}
+    engine = {"name": args.engine, **(vllm_options(args) if args.engine == "vllm" else {})}
+    recipe = {**case.recipe(model, args.seed, steps), "engine": engine}
     for number in range(args.rounds):
-        for curve in one_round(case.recipe(model, args.seed, steps), args, folder / f"round-{number + 1}"):
+        for curve in one_round(recipe, args, folder / f"round-{number + 1}"):
             summaries.setdefault(curve.label, []).append(curve.summary(case.bar, case.window))
     sides = {label: median_of(rounds) for label, rounds in summaries.items()}
     print(f"\n{name}: the reward to reach is {case.bar}, mean of {case.window} steps")
@@ -85,10 +98,13 @@ def compare(name: str, case: Case, args: argparse.Namespace, folder: Path) -> di
 
 
 def one_round(recipe: dict[str, Any], args: argparse.Namespace, folder: Path) -> Iterator[Curve]:
+    threads = {"OMP_NUM_THREADS": str(args.cores)}
+    if args.engine == "vllm":
+        threads["OMP_WAIT_POLICY"] = "PASSIVE"  # as every worker process has it
     ways: dict[str, tuple[list[str], dict[str, str]]] = {
         ASYNC: (["staleness.max=2"], {}),
         SYNC: (["staleness.max=0"], {}),
-        SYNC_ALL: (["staleness.max=0", "--cluster", "inline"], {"OMP_NUM_THREADS": str(args.cores)}),
+        SYNC_ALL: (["staleness.max=0", "--cluster", "inline"], threads),
     }
     for number, (label, (options, environment)) in enumerate(ways.items()):
         yield run_areal(
@@ -99,6 +115,7 @@ def one_round(recipe: dict[str, Any], args: argparse.Namespace, folder: Path) ->
             cores=args.cores,
             deadline_s=args.deadline_s,
             environment=environment,
+            python=args.python,
         )[0]
 
 

@@ -1,15 +1,20 @@
 """Seconds of a weight update by every builtin road, side by side in one run.
 
     python benchmarks/weight_update.py [--repeats 5] [--engines 1] [--dtype bfloat16] [--layers 30] [--out FILE]
+    python benchmarks/weight_update.py --engine vllm [--model FOLDER] [--tensor-parallel 1,2] [--windows 3] [--out FILE]
 
-The tensors have the names and shapes of a 135M-parameter model (SmolLM2-135M) and random values; the sender is this
-process, each engine a process of its own that does what the builtin engine does with every tensor: checksum it and
-copy it beside the running weights. One update lasts from the call of both sides until the last one is done. The roads
-alternate, so that a busy machine slows all of them; the first update of each road (cold: memory is touched for the
-first time, the group is made) is shown apart and does not count.
+Without --engine, the tensors have the names and shapes of a 135M-parameter model (SmolLM2-135M) and random values; the
+sender is this process, each engine a process of its own that does what the builtin engine does with every tensor:
+checksum it and copy it beside the running weights. One update lasts from the call of both sides until the last one is
+done. The roads alternate, so that a busy machine slows all of them; the first update of each road (cold: memory is
+touched for the first time, the group is made) is shown apart and does not count.
 
 The checksums of both sides are part of an update; `checksum_s` says what one side's cost alone. `cpu_s` is the
 processor time of all processes together, which a busy machine changes much less than the seconds on the clock.
+
+With --engine vllm a trainer (the backend torch) sends a model of that size to a real vLLM (areal_vllm), each in a
+process of its own in .venvs/vllm: the seconds to send, to stage and of the pause by road, and under a steady load the
+tokens that an update costs; for each number of ranks and each way of treating the running requests' cache.
 """
 
 from __future__ import annotations
@@ -27,6 +32,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from measuring.processes import new_folder
+from measuring.vllm_environment import add_vllm_options, endless_copy, vllm_python
+from measuring.vllm_update import DISK, GLOO, SHARED_MEMORY, measure_vllm, random_model
 
 from areal.builtins.resharders.disk import DiskResharder
 from areal.builtins.resharders.xccl import XcclOptions, XcclResharder
@@ -165,14 +173,47 @@ def figures(road: Road, disk: Road) -> dict[str, float]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument("--engines", type=int, default=1)
+    args = arguments()
+    report = with_vllm(args) if args.engine == "vllm" else with_stand_ins(args)
+    print(json.dumps(report, indent=2))
+    if args.out:
+        args.out.write_text(json.dumps(report, indent=2) + "\n")
+
+
+def arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--engine", choices=["stand-in", "vllm"], default="stand-in", help="who receives")
+    parser.add_argument("--repeats", type=int, default=5, help="updates on each road that count")
     parser.add_argument("--dtype", default="bfloat16", choices=["bfloat16", "float16", "float32"])
-    parser.add_argument("--layers", type=int, default=30, help="30: 135M parameters")
     parser.add_argument("--folder", help="where the disk road writes; default: the system's temporary folder")
     parser.add_argument("--out", type=Path, help="JSON file for the figures")
-    args = parser.parse_args()
+    stand_in = parser.add_argument_group("stand-in")
+    stand_in.add_argument("--engines", type=int, default=1)
+    stand_in.add_argument("--layers", type=int, default=30, help="30: 135M parameters")
+    vllm = parser.add_argument_group("vllm")
+    vllm.add_argument("--model", help="Hugging Face folder; else random weights of SmolLM2's size")
+    vllm.add_argument("--tensor-parallel", type=numbers, default=[1, 2], help="ranks of the engine, with commas")
+    vllm.add_argument("--kv-on-update", type=words, default=["keep", "recompute"], help="one of the two, or both")
+    vllm.add_argument("--rounds", type=int, default=2, help="how often each road has its turn of --repeats updates")
+    vllm.add_argument("--road", choices=[DISK, GLOO, SHARED_MEMORY], default=SHARED_MEMORY, help="under load")
+    vllm.add_argument("--windows", type=int, default=3, help="windows of each kind under load; 0: no load")
+    vllm.add_argument("--window-s", type=float, default=45.0, help="seconds of a window")
+    vllm.add_argument("--updates", type=int, default=3, help="updates in a window")
+    vllm.add_argument("--cores", type=int, default=2, help="cores that trainer and engine share")
+    add_vllm_options(vllm, max_num_seqs=32, kv_cache_mb=512)
+    return parser.parse_args()
+
+
+def numbers(text: str) -> list[int]:
+    return [int(part) for part in text.split(",")]
+
+
+def words(text: str) -> list[str]:
+    return text.split(",")
+
+
+def with_stand_ins(args: argparse.Namespace) -> dict[str, Any]:
+    """Measure the roads to processes that only receive."""
     torch.set_num_threads(1)
     context = multiprocessing.get_context("spawn")
     engines: list[Connection] = []
@@ -181,10 +222,23 @@ def main() -> None:
         context.Process(target=engine, args=(theirs,), daemon=True).start()
         theirs.close()
         engines.append(ours)
-    report = measure(args, engines)
-    print(json.dumps(report, indent=2))
-    if args.out:
-        args.out.write_text(json.dumps(report, indent=2) + "\n")
+    return measure(args, engines)
+
+
+def with_vllm(args: argparse.Namespace) -> dict[str, Any]:
+    """Measure the roads from a real trainer to a real vLLM."""
+    python = vllm_python(args.vllm_python)
+    folder = new_folder(None, "weight_update")
+    load_before = os.getloadavg()[0]
+    with tempfile.TemporaryDirectory(dir=args.folder) as written:
+        made = endless_copy(args.model, folder / "model") if args.model else random_model(Path(written, "model"))
+        found = measure_vllm(args, python, made, folder, Path(written))
+    print(f"\nlogs: {folder}")
+    return {
+        "arguments": {key: str(value) for key, value in vars(args).items()},
+        "load_average": [load_before, os.getloadavg()[0]],
+        "configurations": found,
+    }
 
 
 if __name__ == "__main__":

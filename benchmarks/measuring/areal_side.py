@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 import sqlite3
+import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -27,11 +28,15 @@ def run_areal(
     cores: int,
     deadline_s: float,
     environment: Mapping[str, str] | None = None,
+    python: str = sys.executable,
     keep: bool = False,
 ) -> tuple[Curve, Path]:
-    """Run a recipe, or with None the bundled one; return its curve and the run's folder."""
+    """Run a recipe, or with None the bundled one; return its curve and the run's folder.
+
+    `python`: the interpreter whose environment the run is made in.
+    """
     folder.mkdir(parents=True, exist_ok=True)
-    command = [*areal_command(), "run"]
+    command = [*areal_command(python), "run"]
     if recipe is not None:
         (folder / "recipe.yaml").write_text(yaml.safe_dump(dict(recipe), sort_keys=False), encoding="utf-8")
         command.append(str(folder / "recipe.yaml"))

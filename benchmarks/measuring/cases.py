@@ -136,6 +136,15 @@ CASES = {
     ),
 }
 
+ARITHMETIC = replace(
+    CASES["b"],
+    title="SmolLM2-135M, add two digits, the numbers of recipes/smollm2_arithmetic.yaml",
+    steps=40,
+    schedule="linear",
+    max_new_tokens=16,
+)
+"""No side of TRL's: the recipe's task without the library reasoning_gym, which vLLM's environment lacks."""
+
 
 def has_bf16() -> bool:
     """Whether the processor has bfloat16 matrix products; without them bfloat16 is slower than float32."""
@@ -150,10 +159,10 @@ def initial_model(case: Case, smollm2: str | None, *, folder: Path, seed: int, c
     """Return the Hugging Face folder that every side of a case starts from; `smollm2`: where that one is, if known."""
     if case.model == "tiny":
         return _warmed_tiny(folder, seed, cores)
-    return str(Path(smollm2).absolute()) if smollm2 else _pulled_smollm2()
+    return str(Path(smollm2).absolute()) if smollm2 else pulled_smollm2()
 
 
-def _pulled_smollm2() -> str:
+def pulled_smollm2() -> str:
     command = [*areal_command(), "models", "pull", "smollm2"]
     pulled = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=False)
     if pulled.returncode:

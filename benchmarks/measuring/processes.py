@@ -29,9 +29,7 @@ def run_process(
     """
     log.parent.mkdir(parents=True, exist_ok=True)
     print(f"  load average {os.getloadavg()[0]:.2f}; running: {' '.join(command)}", flush=True)
-    ours = sorted(os.sched_getaffinity(0))[:cores]
-    if len(ours) < cores:
-        raise SystemExit(f"{cores} cores were asked for and this machine gives {len(ours)}; use --cores {len(ours)}")
+    ours = first_cores(cores)
     started = time.time()
     with log.open("w", encoding="utf-8") as output:
         process = subprocess.Popen(
@@ -54,6 +52,14 @@ def run_process(
     return started, time.time()
 
 
+def first_cores(number: int) -> list[int]:
+    """Return the first `number` cores that this process may use; SystemExit when there are fewer."""
+    ours = sorted(os.sched_getaffinity(0))[:number]
+    if len(ours) < number:
+        raise SystemExit(f"{number} cores were asked for and this machine gives {len(ours)}; use --cores {len(ours)}")
+    return ours
+
+
 def _end(process: subprocess.Popen[bytes]) -> None:
     process.send_signal(signal.SIGTERM)
     try:
@@ -72,9 +78,9 @@ def new_folder(given: Path | None, name: str) -> Path:
     return (given or ROOT / "runs" / "benchmarks" / f"{name}-{time.strftime('%Y%m%d-%H%M%S')}").absolute()
 
 
-def areal_command() -> list[str]:
-    """Return the command `areal` of the environment that this process runs in."""
-    command = Path(sys.executable).parent / "areal"
+def areal_command(python: str = sys.executable) -> list[str]:
+    """Return the command `areal` of an interpreter's environment, else of the one that this process runs in."""
+    command = Path(python).parent / "areal"
     if not command.is_file():
         raise SystemExit(f"{command} does not exist; run this with the Python that areal-core is installed in")
     return [str(command)]

@@ -6,6 +6,7 @@ import asyncio
 import signal
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -112,9 +113,22 @@ def test_what_was_staged_is_not_committed_after_a_rollback(stand: VllmStand, tmp
     stand.check(answers(stand))
 
 
-def test_no_file_of_a_version_stays(stand: VllmStand) -> None:
-    stand.run(stand.update(stand.new_version()))
-    assert not list(Path("/dev/shm").glob("areal-vllm-*"))
+def open_memory() -> list[str]:
+    links: list[str] = []
+    for entry in Path("/proc/self/fd").iterdir():
+        with suppress(OSError):
+            links.append(str(entry.readlink()))
+    return [link for link in links if "areal-engine-0-weights" in link]
+
+
+def test_no_memory_of_a_version_stays(stand: VllmStand) -> None:
+    version = stand.new_version()
+    stand.send(version)
+    stand.run(stand.receive("stage", version))
+    assert len(open_memory()) == stand.layout.num_ranks - 1
+    stand.run(stand.receive("commit", version))
+    stand.version = version
+    assert open_memory() == []
 
 
 def test_a_long_prompt_never_reuses_keys_of_older_weights(stand: VllmStand) -> None:
@@ -131,6 +145,19 @@ def test_a_long_prompt_never_reuses_keys_of_older_weights(stand: VllmStand) -> N
     stand.check(first + again)
     stand.check(after)
     assert len({completion.token_ids for completion in after}) > 1, "samples of one prompt differ"
+
+
+def test_prompts_that_a_step_does_in_part_give_the_same_tokens(tmp_path: Path) -> None:
+    """vLLM cuts prompts to fill its steps: how, depends on the neighbours, and the tokens must not."""
+    prompts = [[3 + (7 * number + seed) % 60 for number in range(40 + 13 * seed)] for seed in range(12)]
+    tokens: list[list[tuple[int, ...]]] = []
+    for budget in (4096, 64):
+        with vllm_stand(tmp_path / str(budget), max_num_batched_tokens=budget) as whole:
+            requests = [whole.request(prompt, seed=seed, max_new_tokens=30) for seed, prompt in enumerate(prompts)]
+            completions = whole.generate(requests)
+            whole.check(completions)
+            tokens.append([completion.token_ids for completion in completions])
+    assert tokens[0] == tokens[1]
 
 
 @pytest.mark.parametrize("stand", [2], indirect=True)

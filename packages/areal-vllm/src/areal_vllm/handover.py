@@ -1,19 +1,19 @@
-"""Staged weights on their way to vLLM's ranks: by reference to the one in this process, by a file in memory to many."""
+"""Staged weights on their way to vLLM's ranks: by reference to the one in this process, by a file in memory to many.
+
+The file has no name (memfd_create(2)): whatever becomes of this process, nothing of it stays.
+"""
 
 from __future__ import annotations
 
-import tempfile
+import os
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
-from safetensors.torch import save_file
+import torch
 from torch import Tensor
 
 from areal.contracts.messages import Version
 from areal.errors import TransferFailed
-
-_MEMORY = Path("/dev/shm")
 
 
 class Handover:
@@ -24,7 +24,7 @@ class Handover:
         self._num_ranks = num_ranks
         self._version: Version | None = None
         self._weights: dict[str, Tensor] = {}
-        self._path: Path | None = None
+        self._file: int | None = None
 
     def keep(self, version: Version, weights: Mapping[str, Tensor]) -> None:
         """Keep a version in this process, in place of the one before."""
@@ -34,32 +34,30 @@ class Handover:
     def put(self, version: Version, weights: Mapping[str, Tensor]) -> None:
         """Keep a version in a file, in place of the one before. TransferFailed when there is no room for it."""
         self.drop()
-        self._path, self._version = self._write(weights), version
+        self._file, self._version = self._write(weights), version
 
     def take(self, version: Version) -> dict[str, Any]:
         """Return the update for vLLM's ranks, which must be done with it before `drop`; TransferFailed."""
         if version != self._version:
             there = "nothing" if self._version is None else f"version {self._version}"
             raise TransferFailed(f"engine {self._name!r} cannot commit version {version}: {there} is staged")
-        return {"path": str(self._path)} if self._path else {"tensors": self._weights}
+        return {"tensors": self._weights} if self._file is None else {"path": f"/proc/{os.getpid()}/fd/{self._file}"}
 
     def drop(self) -> None:
         """Forget what is kept."""
-        path, self._path = self._path, None
+        file, self._file = self._file, None
         self._weights, self._version = {}, None
-        if path is not None:
-            path.unlink(missing_ok=True)
+        if file is not None:
+            os.close(file)
 
-    def _write(self, weights: Mapping[str, Tensor]) -> Path:
-        folder = _MEMORY if _MEMORY.is_dir() else Path(tempfile.gettempdir())
-        with tempfile.NamedTemporaryFile(dir=folder, prefix="areal-vllm-", suffix=".safetensors", delete=False) as file:
-            path = Path(file.name)
+    def _write(self, weights: Mapping[str, Tensor]) -> int:
+        file = os.memfd_create(f"areal-{self._name}-weights")
         try:
-            save_file(dict(weights), path)
+            with os.fdopen(os.dup(file), "wb") as stream:
+                torch.save(dict(weights), stream)
         except Exception as error:
-            path.unlink(missing_ok=True)
+            os.close(file)
             raise TransferFailed(
-                f"engine {self._name!r} could not hand the weights to its {self._num_ranks} ranks through {folder}: "
-                f"{error}; make room there"
+                f"engine {self._name!r} could not hand the weights to its {self._num_ranks} ranks in memory: {error}"
             ) from error
-        return path
+        return file

@@ -180,6 +180,34 @@ def _keep_logprobs(init: Callable[..., None]) -> Callable[..., None]:
     return sampler_init
 
 
+def _rewind_generators(bookkeep: Callable[..., Any]) -> Callable[..., Any]:
+    """Take back what was drawn for a prompt that a step did only in part, so that it depends on no neighbour.
+
+    vLLM sets the generator's offset back, which only a device's generator has. On a CPU each token is one draw.
+    """
+
+    @wraps(bookkeep)
+    def bookkeeping_sync(runner: Any, *args: Any, **kwargs: Any) -> Any:
+        import torch
+
+        batch = runner.input_batch
+        discarded = runner.discard_request_mask.np[: batch.num_reqs]
+        taken_back: dict[int, Any] = {}
+        if runner.device.type == "cpu":
+            taken_back = {index: batch.generators[index] for index in list(batch.generators) if discarded[index]}
+        for index, generator in taken_back.items():
+            request = runner.requests[batch.req_ids[index]]
+            generator.manual_seed(request.sampling_params.seed)
+            torch.randint(0, 2**31, (len(request.output_token_ids),), generator=generator)
+            del batch.generators[index]
+        try:
+            return bookkeep(runner, *args, **kwargs)
+        finally:
+            batch.generators.update(taken_back)
+
+    return bookkeeping_sync
+
+
 _WORKER = "vllm.v1.worker.gpu_worker:Worker"
 _RELOADS = {"reload_weights": ("self",)}
 
@@ -231,5 +259,13 @@ PATCHES = (
         versions="all",
         needs={"__init__": ("self", "logprobs_mode"), "forward_native": ("self", "logits", "generators", "k", "p")},
         make=_keep_logprobs,
+    ),
+    Patch(
+        target="vllm.v1.worker.gpu_model_runner:GPUModelRunner._bookkeeping_sync",
+        kind="wrap",
+        reason="on a CPU a step that ends within the prompt of a request with a seed fails",
+        versions="all",
+        needs={"_bookkeeping_sync": ("self", "scheduler_output")},
+        make=_rewind_generators,
     ),
 )

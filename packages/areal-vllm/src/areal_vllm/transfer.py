@@ -32,7 +32,7 @@ class Staged(WeightTransferUpdateInfo):
     tensors: Mapping[str, Tensor] | None = None
     """By HF name, in this process."""
     path: str | None = None
-    """A safetensors file that this host sees."""
+    """A file that torch saved, which this host sees."""
 
 
 class StagedWeights(WeightTransferEngine[NothingToOpen, Staged]):

@@ -17,12 +17,10 @@ _PROBE_ROWS = 512
 
 
 def tensors_of(update_info: Mapping[str, Any]) -> dict[str, Tensor]:
-    """Return an update's tensors by HF name: ``tensors`` in this process, or ``path`` of a safetensors file."""
+    """Return an update's tensors by HF name: ``tensors`` in this process, or ``path`` of a file that torch saved."""
     if update_info.get("tensors") is not None:
         return dict(update_info["tensors"])
-    from safetensors.torch import load_file
-
-    return load_file(update_info["path"])
+    return torch.load(update_info["path"], mmap=True, weights_only=True)
 
 
 def pack_tied_heads(model: nn.Module) -> None:
