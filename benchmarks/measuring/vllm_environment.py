@@ -11,9 +11,6 @@ from measuring.processes import ROOT
 
 PYTHON = ROOT / ".venvs" / "vllm" / "bin" / "python"
 CONFIGS = ("config.json", "generation_config.json")
-MAX_BATCHED_TOKENS = 16384
-"""More than all prompts of a step have together: vLLM 0.32 on a CPU fails in the step in which it cuts the prompt of a
-request that has a seed."""
 
 
 def add_vllm_options(parser: Any, *, max_num_seqs: int, kv_cache_mb: int) -> None:
@@ -27,11 +24,7 @@ def add_vllm_options(parser: Any, *, max_num_seqs: int, kv_cache_mb: int) -> Non
 
 def vllm_options(args: argparse.Namespace) -> dict[str, int]:
     """Return vLLM's own arguments that the command line asks for."""
-    return {
-        "max_num_seqs": args.max_num_seqs,
-        "kv_cache_memory_bytes": args.kv_cache_mb << 20,
-        "max_num_batched_tokens": MAX_BATCHED_TOKENS,
-    }
+    return {"max_num_seqs": args.max_num_seqs, "kv_cache_memory_bytes": args.kv_cache_mb << 20}
 
 
 def vllm_python(given: str | None = None) -> str:

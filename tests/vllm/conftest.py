@@ -2,4 +2,12 @@
 
 from importlib.util import find_spec
 
+import pytest
+
 collect_ignore_glob = [] if find_spec("vllm") else ["test_*.py"]
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    # vLLM leaves sockets to its ranks open when one of them died.
+    config.addinivalue_line("filterwarnings", "ignore:Unclosed:ResourceWarning")
+    config.addinivalue_line("filterwarnings", "ignore::pytest.PytestUnraisableExceptionWarning")

@@ -1,4 +1,4 @@
-"""Everything that depends on vLLM's version, in one place; tested with 0.27.1 to 0.32.0."""
+"""Everything that depends on vLLM's version, in one place; tested with 0.30.0 to 0.32.0."""
 
 # pyright: reportMissingImports=false
 # vLLM has an environment of its own.
@@ -23,11 +23,13 @@ from areal.errors import ConfigError, PluginError, WorkerFailed, did_you_mean
 from areal_vllm import patch
 from areal_vllm.weights import TRANSFER_BACKEND, compare_loaded
 
-TESTED = ((0, 27, 1), (0, 33, 0))
+TESTED = ((0, 30, 0), (0, 33, 0))
 """From, and below."""
 _CPU_KV_BYTES = 1 << 30
 """vLLM would take 92 % of the machine's memory."""
 _LAST_WORDS = re.compile(r"\b[\w.]*(?:Error|Exception)\b: .+")
+_QUOTED = re.compile(r"Worker failed with error '(.+)', please check")
+"""How the executor passes on what a rank said."""
 _LOG_LINES = 400
 
 
@@ -215,6 +217,8 @@ def _scheduler(engine: Any) -> Any:
 def _last_words(error: BaseException, log_file: str) -> str:
     """Return the sentence that says what went wrong; a rank in a process of its own says it in the log."""
     said = str(error)
+    if quoted := _QUOTED.search(said):
+        said = quoted[1]
     if isinstance(error, ValidationError):  # the sentence stands between a headline and a link
         said = str(error.errors()[0]["msg"]).removeprefix("Value error, ")
     if log_file and re.search("root cause|initialization failed", said):

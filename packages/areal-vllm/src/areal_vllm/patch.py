@@ -248,7 +248,7 @@ PATCHES = (
         target="vllm.model_executor.model_loader.reload.layerwise:finalize_layerwise_processing",
         kind="wrap",
         reason="on a CPU a tied LM head keeps a packed copy, which a reload of the embedding does not refresh",
-        versions="0.27.1 to 0.32.0",
+        versions="0.30.0 to 0.32.0",
         needs={"finalize_layerwise_processing": ("model",)},
         make=_pack_heads_after,
     ),
