@@ -17,6 +17,8 @@ WANTED := constraints.txt $(CORE)/pyproject.toml $(VLLM)/pyproject.toml
 # vLLM pins half of what it uses, so it has an environment of its own: 2.5 GB, for its tests and as engine.python.
 VLLM_VENV := .venvs/vllm
 VLLM_READY := $(VLLM_VENV)/ready-to-test
+# There is a CPU build of vLLM for this machine only.
+TEST_VLLM := $(if $(filter Linux-x86_64,$(shell uname -s)-$(shell uname -m)),test-vllm)
 
 # Engine and trainer share the cores out between them; OpenMP threads that spin at barriers would take them back.
 export OMP_WAIT_POLICY := PASSIVE
@@ -38,7 +40,7 @@ help:
 run: $(INSTALLED)
 	$(BIN)/areal run $(ARGS)
 
-test: $(READY_TO_TEST) test-vllm
+test: $(READY_TO_TEST) $(TEST_VLLM)
 	$(BIN)/python -m pytest $(ARGS)
 
 # A selection that picks none of these tests (pytest's code 5) is no failure.
