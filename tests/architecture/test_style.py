@@ -5,7 +5,7 @@ from __future__ import annotations
 import ast
 import re
 
-from figures import SOURCE, python_files, relative, repository_files, tree
+from figures import ROOT, SOURCE, python_files, relative, repository_files, tree
 
 NO_INVARIANT_NEEDED = ("Exception", "Error", "Enum", "StrEnum", "IntEnum", "TypedDict", "NamedTuple", "Conformance")
 """Ends of the names of base classes whose subclasses say something else: what went wrong, or what is tested."""
@@ -35,7 +35,7 @@ def test_every_class_names_its_invariant() -> None:
     nodes = [
         (path, node)
         for path in python_files()
-        if SOURCE in path.parents
+        if ROOT / "packages" in path.parents
         for node in ast.walk(tree(path))
         if isinstance(node, ast.ClassDef)
     ]
