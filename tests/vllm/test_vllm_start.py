@@ -11,6 +11,7 @@ import pytest
 from pydantic import ValidationError
 from vllm_stands import make_engine
 
+from areal.contracts.messages import Sampling
 from areal.errors import ArealError, ConfigError, WorkerFailed
 from areal.testing.models import tiny_model
 from areal_vllm import calls
@@ -115,10 +116,22 @@ def test_an_engine_takes_no_requests_before_it_has_started(model: str) -> None:
     assert engine.load() == {}
 
 
-@pytest.mark.parametrize("key", ["model", "dtype", "seed", "logprobs_mode", "async_scheduling"])
+@pytest.mark.parametrize(
+    "key", ["model", "dtype", "seed", "logprobs_mode", "async_scheduling", "stream_interval", "data_parallel_size"]
+)
 def test_what_the_recipe_says_elsewhere_is_no_option(key: str) -> None:
     with pytest.raises(ValidationError, match="cannot be set here"):
         VllmOptions.model_validate({key: "x"})
+
+
+def test_a_misspelt_option_of_ours(model: str) -> None:
+    assert "did you mean 'kv_on_update'?" in refused(model, kv_on_updat="keep")
+
+
+@pytest.mark.parametrize("temperature", [1e-5, 0.009, 2.1, 5.0])
+def test_a_temperature_that_vllm_does_not_have(temperature: float) -> None:
+    with pytest.raises(ArealError, match=r"vLLM samples at 0\.01 to 2"):
+        calls.sampling_params(Sampling(temperature=temperature), 0, frozenset(), 64)
 
 
 def test_unknown_keys_are_vllms() -> None:

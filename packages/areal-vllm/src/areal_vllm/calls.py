@@ -19,12 +19,15 @@ from pydantic import ValidationError
 
 from areal.contracts.messages import Sampling
 from areal.contracts.specs import ModelSpec
-from areal.errors import ConfigError, PluginError, WorkerFailed, did_you_mean
+from areal.errors import ArealError, ConfigError, PluginError, WorkerFailed, did_you_mean
 from areal_vllm import patch
+from areal_vllm.options import VllmOptions
 from areal_vllm.weights import TRANSFER_BACKEND, compare_loaded
 
 TESTED = ((0, 30, 0), (0, 33, 0))
 """From, and below."""
+TEMPERATURES = (0.01, 2.0)
+"""Below, vLLM samples at 0.01 without a word to the caller; above, it refuses."""
 _CPU_KV_BYTES = 1 << 30
 """vLLM would take 92 % of the machine's memory."""
 _LAST_WORDS = re.compile(r"\b[\w.]*(?:Error|Exception)\b: .+")
@@ -63,8 +66,8 @@ def make_engine(
     known = {field.name for field in dataclasses.fields(EngineArgs)}
     if unknown := [key for key in arguments if key not in known]:
         raise ConfigError(
-            f"vLLM does not take the option {unknown[0]!r} of 'engine'{did_you_mean(unknown[0], known)}; "
-            "its own are those of EngineArgs"
+            f"vLLM does not take the option {unknown[0]!r} of 'engine'"
+            f"{did_you_mean(unknown[0], known.union(VllmOptions.model_fields))}; its own are those of EngineArgs"
         )
     chosen: dict[str, Any] = {
         "tensor_parallel_size": tensor_parallel,
@@ -101,10 +104,15 @@ def has_native_update() -> bool:
 
 
 def sampling_params(sampling: Sampling, seed: int, stops: frozenset[int], vocab_size: int) -> Any:
-    """Return vLLM's parameters; tokens come one step at a time, without text."""
+    """Return vLLM's parameters; tokens come one step at a time, without text. ArealError for what it cannot sample."""
     from vllm import SamplingParams
     from vllm.sampling_params import RequestOutputKind
 
+    low, high = TEMPERATURES
+    if sampling.temperature != 0 and not low <= sampling.temperature <= high:
+        raise ArealError(
+            f"temperature {sampling.temperature:g} was asked for; vLLM samples at {low:g} to {high:g}, or greedily at 0"
+        )
     return SamplingParams(
         max_tokens=sampling.max_new_tokens,
         temperature=sampling.temperature,

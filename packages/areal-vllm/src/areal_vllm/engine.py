@@ -147,9 +147,6 @@ class VllmEngine:
 
 def _tensor_parallel(options: VllmOptions, context: EngineContext) -> int:
     """Return the ranks of a replica: what the options say, or all its devices when the recipe spreads them by tp."""
-    said = options.arguments.get("tensor_parallel_size")
-    if said is not None and (not isinstance(said, int) or said < 1):
-        raise ConfigError(f"'engine.tensor_parallel_size' is {said!r}; give a whole number from 1")
     if context.parallel == "pp":
         raise ConfigError("'resources.infer.parallel' is pp, which areal-vllm does not support; use tp or dp")
-    return said or (context.devices if context.parallel == "tp" else 1)
+    return options.tensor_parallel_size or (context.devices if context.parallel == "tp" else 1)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, ClassVar, Literal
 
-from pydantic import ConfigDict, model_validator
+from pydantic import ConfigDict, PositiveInt, model_validator
 
 from areal.contracts.options import STRICT, Options
 
@@ -17,7 +17,13 @@ _SAID_ELSEWHERE = {
     "skip_tokenizer_init": "AReaL never sends text",
     "disable_log_stats": "AReaL reads vLLM's state itself",
     "async_scheduling": "with it a token's version is not that of its step",
+    "stream_interval": "with it a token's version is not that of its step",
+    "distributed_executor_backend": "AReaL chooses it by the number of ranks",
+    "pipeline_parallel_size": "areal-vllm spreads a model by tensor_parallel_size only",
+    "nnodes": "a replica lives on one machine; engine.replicas starts several",
 }
+_REPLICAS = "data_parallel"
+"""Begin of the names of vLLM's own replicas, whose processes would wait for each other."""
 
 
 class VllmOptions(Options):
@@ -40,6 +46,9 @@ class VllmOptions(Options):
     forgotten) goes wrong at every update.
     """
 
+    tensor_parallel_size: PositiveInt | None = None
+    """Ranks that share each layer; not given: the replica's devices when ``resources.infer.parallel`` is tp, else 1."""
+
     @property
     def arguments(self) -> dict[str, Any]:
         """vLLM's own options, as the recipe gives them."""
@@ -50,4 +59,6 @@ class VllmOptions(Options):
         for key in self.arguments:
             if key in _SAID_ELSEWHERE:
                 raise ValueError(f"{key!r} cannot be set here: {_SAID_ELSEWHERE[key]}")
+            if key.startswith(_REPLICAS):
+                raise ValueError(f"{key!r} cannot be set here: engine.replicas says it")
         return self

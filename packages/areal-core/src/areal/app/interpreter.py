@@ -18,6 +18,8 @@ from areal.errors import ConfigError, MissingLibrary
 CORE = "areal-core"
 DEADLINE_S = 60.0
 """Nothing heavy is imported; what is slow is the first start from a cold disk."""
+MOST_WORDS = 200
+"""Of what a program says that is no Python: it may repeat all that it was given."""
 
 
 def find_interpreter(given: str, engine: Component, packages: Iterable[str]) -> str:
@@ -103,7 +105,7 @@ def _ask(path: Path, modules: list[str]) -> dict[str, Any]:
         there: dict[str, Any] = json.loads(ended.stdout.splitlines()[-1])
         return {name: there[name] for name in ("python", "versions", "found")}
     except (IndexError, ValueError, TypeError, KeyError):
-        last_words = (ended.stderr.strip().splitlines() or [f"it ended with code {ended.returncode}"])[-1]
+        last_words = (ended.stderr.strip().splitlines() or [f"it ended with code {ended.returncode}"])[-1][:MOST_WORDS]
         raise ConfigError(f"'engine.python' {path} cannot be run as a Python of today: {last_words}") from None
 
 

@@ -370,5 +370,8 @@ class RunObserver:
             self._alarmed_at = step
             self._view.say(f"warning, step {step}: {sentence}")
 
+    def replaced(self, name: str, reason: str) -> None:
+        self._view.say(f"{name} was lost and is replaced: {reason.splitlines()[0]}")
+
     def weights_published(self, version: Version) -> None:
         self._plugins.announce("areal_weights_published", version=version)

@@ -81,6 +81,8 @@ class Observer(Protocol):
 
     def alarmed(self, step: int, sentence: str) -> None: ...
 
+    def replaced(self, name: str, reason: str) -> None: ...
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Stages:
@@ -335,6 +337,7 @@ class Loop:
             self._extra |= published.metrics
             for name, reason in published.failed.items():
                 if await stages.fleet.lost(name, reason):  # else the watcher was first
+                    self._observer.replaced(name, reason)
                     self._tasks.start(self._replace_engine())
             await stages.fleet.committed(list(published.committed))
         stages.journal.published(version)
@@ -366,11 +369,13 @@ class Loop:
         async for death in self._stages.cluster.watch():
             if death.name in self._stages.fleet.members:
                 if await self._stages.fleet.lost(death.name, death.reason):
+                    self._observer.replaced(death.name, death.reason)
                     self._tasks.start(self._replace_engine())
             elif death.name.startswith("engine"):
                 continue  # it died while it started: whoever started it has the error
             elif death.name.startswith("rollout"):
                 await self._stages.crew.lost(death.name, death.reason)
+                self._observer.replaced(death.name, death.reason)
                 self._tasks.start(self._stages.crew.add())
             else:
                 raise WorkerFailed(f"{death.name} died: {death.reason}")
