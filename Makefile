@@ -45,7 +45,7 @@ test: $(READY_TO_TEST) $(TEST_VLLM)
 
 # A selection that picks none of these tests (pytest's code 5) is no failure.
 test-vllm: $(VLLM_READY)
-	$(VLLM_VENV)/bin/python -m pytest tests/vllm $(ARGS) || [ $$? -eq 5 ]
+	$(VLLM_VENV)/bin/python -m pytest tests/real_vllm $(ARGS) || [ $$? -eq 5 ]
 
 check: $(READY_TO_TEST)
 	$(BIN)/ruff check
