@@ -336,9 +336,7 @@ class Loop:
             published = await staged.commit()
             self._extra |= published.metrics
             for name, reason in published.failed.items():
-                if await stages.fleet.lost(name, reason):  # else the watcher was first
-                    self._observer.replaced(name, reason)
-                    self._tasks.start(self._replace_engine())
+                await self._lost_engine(name, reason)
             await stages.fleet.committed(list(published.committed))
         stages.journal.published(version)
         stages.pacing.publish(version)
@@ -368,9 +366,7 @@ class Loop:
         """Replace workers that die. Waits for deaths, which the cluster reports."""
         async for death in self._stages.cluster.watch():
             if death.name in self._stages.fleet.members:
-                if await self._stages.fleet.lost(death.name, death.reason):
-                    self._observer.replaced(death.name, death.reason)
-                    self._tasks.start(self._replace_engine())
+                await self._lost_engine(death.name, death.reason)
             elif death.name.startswith("engine"):
                 continue  # it died while it started: whoever started it has the error
             elif death.name.startswith("rollout"):
@@ -380,6 +376,14 @@ class Loop:
             else:
                 raise WorkerFailed(f"{death.name} died: {death.reason}")
 
-    async def _replace_engine(self) -> None:
-        await self._stages.fleet.add()
-        self._stages.buffer.wake()  # the trainer may be waiting for samples that only this engine can make
+    async def _lost_engine(self, name: str, reason: str) -> None:
+        """Take an engine out and start another; whoever hears of it second, publisher or watcher, changes nothing."""
+        stages = self._stages
+
+        async def replace() -> None:
+            await stages.fleet.add()
+            stages.buffer.wake()  # the trainer may be waiting for samples that only this engine can make
+
+        if await stages.fleet.lost(name, reason):
+            self._observer.replaced(name, reason)
+            self._tasks.start(replace())
