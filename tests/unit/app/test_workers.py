@@ -35,7 +35,7 @@ async def spawned(tmp_path: Path, recipe: dict[str, Any]) -> dict[str, WorkerSpe
     resolved, recorder = resolve(config, discover()), Recorder()
     workers = Workers(resolved, config.model, cast(Cluster, recorder), RunFolder(tmp_path), ())
     workers.model_is_there.set()
-    await workers.trainer()
+    await workers.trainer("trainer-0")
     await workers.engine("engine-0")
     await workers.rollout("rollout-0")
     return {spec.kind: spec for spec in recorder.specs}

@@ -56,11 +56,11 @@ class ScriptedWorker:
 class Site:
     """A crew with its workers. Invariant: workers are handed out in the given order."""
 
-    def __init__(self, *workers: ScriptedWorker, max_restarts: int = 3) -> None:
+    def __init__(self, *workers: ScriptedWorker) -> None:
         self.waiting = list(workers)
         self.handles: dict[str, InlineHandle] = {}
         self.ended: list[str] = []
-        self.crew = Crew(self.spawn, 0.05, max_restarts)
+        self.crew = Crew(self.spawn, 0.05)
 
     async def spawn(self, name: str) -> Handle:
         handle = InlineHandle(name, self.waiting.pop(0), lambda death: self.ended.append(death.name))
@@ -114,7 +114,7 @@ async def test_after_a_failure_only_the_missing_samples_are_made_again(error: Wo
     crew = await site.start(1)
     task = asyncio.create_task(play(crew))
     await until(lambda: len(broken.made) == 2)
-    await crew.lost("rollout-0", "killed")
+    await crew.lost("rollout-0")
     await crew.add()
     assert await task == [0, 1, 2, 3]
     assert (broken.made, healthy.made) == ([0, 1], [2, 3])
@@ -129,7 +129,7 @@ async def test_a_worker_that_dies_in_the_middle_of_a_group() -> None:
     task = asyncio.create_task(play(crew))
     await until(lambda: dying.made)
     await site.handles["rollout-0"].kill()
-    await crew.lost("rollout-0", "signal 9")
+    await crew.lost("rollout-0")
     assert await task == [0, 1, 2, 3]
     assert (dying.made, healthy.made) == ([0], [1, 2, 3])
 
@@ -141,7 +141,7 @@ async def test_a_silent_worker_is_ended() -> None:
     task = asyncio.create_task(play(crew))
     await until(lambda: site.ended)
     assert site.ended == ["rollout-0"]
-    await crew.lost("rollout-0", "it was ended")
+    await crew.lost("rollout-0")
     await crew.add()
     assert await task == [0, 1, 2, 3]
     assert healthy.asked[0].samples == (3,)
@@ -150,7 +150,7 @@ async def test_a_silent_worker_is_ended() -> None:
 async def test_without_workers_groups_wait_for_one() -> None:
     site = Site(ScriptedWorker(), ScriptedWorker())
     crew = await site.start(1)
-    await crew.lost("rollout-0", "gone")
+    await crew.lost("rollout-0")
     task = asyncio.create_task(play(crew))
     await asyncio.sleep(0.02)
     assert not task.done()
@@ -180,16 +180,55 @@ async def test_attempts_that_bring_something_go_on() -> None:
     assert len(worker.asked) == 12
 
 
-async def test_the_budget_of_restarts() -> None:
-    site = Site(*(ScriptedWorker() for _ in range(4)), max_restarts=2)
+async def test_a_worker_is_lost_once() -> None:
+    site = Site(ScriptedWorker(), ScriptedWorker())
+    crew = await site.start(2)
+    assert [await crew.lost("rollout-0"), await crew.lost("rollout-0"), await crew.lost("rollout-9")] == [
+        True,
+        False,
+        False,
+    ]
+    assert site.ended == ["rollout-0"] and list(crew.members) == ["rollout-1"]
+
+
+async def test_leases_say_who_has_what_and_since_when() -> None:
+    slow, healthy = ScriptedWorker(good_for=2, then="hang"), ScriptedWorker()
+    site = Site(slow, healthy)
     crew = await site.start(1)
-    for number in range(2):
-        await crew.lost(f"rollout-{number}", "signal 9")
-        await crew.lost(f"rollout-{number}", "told twice, counted once")
-        await crew.add()
-    with pytest.raises(WorkerFailed, match=r"rollout-2 was lost and the run's budget of rollout .* used up: signal 9"):
-        await crew.lost("rollout-2", "signal 9")
-    assert site.ended == ["rollout-0", "rollout-1", "rollout-2"]
+    task = asyncio.create_task(play(crew, number=7))
+    await until(lambda: len(slow.made) == 2 and crew.leases[7].num_missing == 2)
+    lease = crew.leases[7]
+    assert (lease.group, lease.worker, lease.attempt) == (7, "rollout-0", 0)
+    assert lease.renewed >= lease.since and crew.num_leased("rollout-0") == 1
+    await crew.lost("rollout-0")
+    await crew.add()
+    assert await task == [0, 1, 2, 3]
+    assert [asked.attempt for asked in (*slow.asked, *healthy.asked)] == [0, 1]
+    assert not crew.leases and crew.num_leased("rollout-1") == 0
+
+
+async def test_a_worker_that_is_released_finishes_its_groups_first() -> None:
+    leaving, staying = ScriptedWorker(), ScriptedWorker()
+    site = Site(leaving, staying)
+    crew = await site.start(2)
+    playing = [asyncio.create_task(play(crew, number=number)) for number in range(2)]
+    await until(lambda: leaving.asked and staying.asked)
+    await crew.release("rollout-0")
+    assert leaving.made == [0, 1, 2, 3] and site.ended == ["rollout-0"]
+    assert await playing[0] == await playing[1] == [0, 1, 2, 3] and crew.num_reissued == 0
+    assert await play(crew, number=2) == [0, 1, 2, 3] and len(staying.asked) == 2
+
+
+async def test_what_a_released_worker_does_not_finish_is_leased_anew() -> None:
+    leaving, staying = ScriptedWorker(good_for=1, then="hang"), ScriptedWorker()
+    site = Site(leaving)
+    crew = await site.start(1)
+    task = asyncio.create_task(play(crew))
+    await until(lambda: leaving.made)
+    site.waiting.append(staying)
+    await crew.add()
+    await crew.release("rollout-0")
+    assert await task == [0, 1, 2, 3] and staying.made == [1, 2, 3]
 
 
 async def test_everybody_knows_the_engines() -> None:
@@ -228,8 +267,10 @@ async def test_a_worker_that_does_not_start_says_why() -> None:
         def start(self) -> dict[str, dict[str, int]]:
             raise ConfigError("environment 'digits' needs data")
 
+    site = Site(Broken())
     with pytest.raises(ConfigError, match="needs data"):
-        await Site(Broken()).start(1)
+        await site.start(1)
+    assert site.ended == ["rollout-0"] and not site.crew.members
 
 
 class Probed(ScriptedWorker):
@@ -251,7 +292,7 @@ async def test_a_probe_goes_to_another_worker_when_one_dies() -> None:
     crew = await site.start(1)
     probing = asyncio.create_task(crew.probe([("digits", 0)], 8, 5.0))
     await asyncio.sleep(0.01)
-    await crew.lost("rollout-0", "killed")
+    await crew.lost("rollout-0")
     await crew.add()
     assert await asyncio.wait_for(probing, 5) == ["second", [("digits", 0)], 8]
 

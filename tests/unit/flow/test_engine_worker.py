@@ -10,18 +10,22 @@ from typing import Any
 import pytest
 
 from areal.contracts.component import Component
+from areal.contracts.messages import GenerateRequest, Sampling
 from areal.contracts.specs import EngineContext, ModelSpec
 from areal.flow.engine.worker import EngineWorker
 
 ENGINE = """
 import announced
+from areal.contracts.messages import Completion
 assert announced.heard == [("own", ("blocked",))], "imported before the announcement"
 
 class Engine:
     def __init__(self, options, context):
         self.said = [("made", options, context.name)]
     async def start(self): return "layout"
-    async def generate(self, request): return ("completion", request)
+    async def generate(self, request):
+        return Completion(uid=request.uid, prompt_ids=request.prompt_ids, token_ids=(5,), logprobs=(-1.0,),
+                          versions=(0,), finish_reason="stop")
     async def pause(self, mode): self.said.append(("pause", mode))
     async def resume(self): self.said.append("resume")
     async def receive(self, transfer): return ("receipt", transfer)
@@ -54,7 +58,10 @@ def make_worker(name: str) -> Any:
 async def test_the_announcement_comes_first_and_calls_are_passed_on() -> None:
     worker = make_worker("Engine")
     assert await worker.start() == "layout"
-    assert await worker.generate("request") == ("completion", "request")
+    request = GenerateRequest(uid="0/0/0", prompt_ids=(1,), sampling=Sampling(), seed=1)
+    assert not await worker.knows(request) and await worker.recall(request) is None
+    completion = await worker.generate(request)
+    assert completion.uid == "0/0/0" and await worker.knows(request) and await worker.recall(request) == completion
     assert await worker.receive("transfer") == ("receipt", "transfer")
     await worker.pause()
     await worker.pause("abort")
@@ -66,9 +73,9 @@ async def test_the_announcement_comes_first_and_calls_are_passed_on() -> None:
 
 @pytest.mark.usefixtures("library")
 async def test_load_of_an_engine_that_tells_and_of_one_that_does_not() -> None:
-    assert await make_worker("LoadedEngine").load() == {"running": 2.0}
+    assert await make_worker("LoadedEngine").load() == {"running": 2.0, "recalled_total": 0.0}
     del sys.modules["engine_library"], sys.modules["announced"]
-    assert await make_worker("Engine").load() == {}
+    assert await make_worker("Engine").load() == {"recalled_total": 0.0}
 
 
 @pytest.mark.usefixtures("library")

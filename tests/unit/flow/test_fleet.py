@@ -16,7 +16,10 @@ from areal.flow.engine.fleet import Fleet
 class ScriptedEngine:
     def __init__(self, name: str, running: float | None = 1.0, failure: Exception | None = None) -> None:
         self.name, self.running, self.failure = name, running, failure
-        self.closed = False
+        self.heard: list[str] = []
+
+    async def pause(self, mode: str) -> None:
+        self.heard.append(f"pause {mode}")
 
     async def start(self) -> Layout:
         if self.failure is not None:
@@ -29,17 +32,17 @@ class ScriptedEngine:
         return {"running": self.running, "kv_usage": 0.25}
 
     async def close(self) -> None:
-        self.closed = True
+        self.heard.append("close")
 
 
 class Site:
     """A fleet and what it told. Invariant: `told` is every list of names in order."""
 
-    def __init__(self, *engines: ScriptedEngine, max_restarts: int = 2) -> None:
+    def __init__(self, *engines: ScriptedEngine) -> None:
         self.waiting = list(engines)
         self.told: list[list[str]] = []
         self.spawned: list[str] = []
-        self.fleet = Fleet(self.spawn, self.hear, max_restarts)
+        self.fleet = Fleet(self.spawn, self.hear)
 
     async def spawn(self, name: str) -> Handle:
         self.spawned.append(name)
@@ -69,9 +72,9 @@ async def test_a_lost_engine_is_told_ended_and_replaced_under_a_new_name() -> No
     site = Site(engine)
     await site.fleet.add()
     await site.fleet.committed(["engine-0"])
-    assert await site.fleet.lost("engine-0", "signal 9")
-    assert site.told[-1] == [] and engine.closed and not site.fleet.members
-    assert not await site.fleet.lost("engine-0", "told twice"), "one death, one replacement"
+    assert await site.fleet.lost("engine-0")
+    assert site.told[-1] == [] and engine.heard == ["close"] and not site.fleet.members
+    assert not await site.fleet.lost("engine-0"), "one death, one replacement"
     await site.fleet.add()
     assert site.spawned == ["engine-0", "engine-1"] and site.fleet.joining
     await site.fleet.committed(["engine-1"])
@@ -81,25 +84,27 @@ async def test_a_lost_engine_is_told_ended_and_replaced_under_a_new_name() -> No
 async def test_an_engine_that_never_served_is_lost_silently() -> None:
     site = Site()
     await site.fleet.add()
-    await site.fleet.lost("engine-0", "broken")
+    await site.fleet.lost("engine-0")
     assert site.told == []
 
 
-async def test_the_budget_of_restarts() -> None:
-    site = Site(max_restarts=1)
-    for number in range(2):
-        await site.fleet.add()
-        if number == 0:
-            await site.fleet.lost("engine-0", "first")
-    with pytest.raises(WorkerFailed, match="engine-1 was lost and the run's budget of engine restarts is used up: bad"):
-        await site.fleet.lost("engine-1", "bad")
+async def test_an_engine_that_is_released_interrupts_its_requests_and_then_ends() -> None:
+    engine = ScriptedEngine("a")
+    site = Site(engine)
+    await site.fleet.add()
+    await site.fleet.committed(["engine-0"])
+    await site.fleet.release("engine-0")
+    assert engine.heard == ["pause abort", "close"] and site.told[-1] == [] and not site.fleet.members
+    await site.fleet.release("engine-0")
+    assert engine.heard == ["pause abort", "close"], "it left once"
 
 
 async def test_an_engine_that_does_not_start_is_no_member() -> None:
-    site = Site(ScriptedEngine("x", failure=WorkerFailed("no such model")))
+    engine = ScriptedEngine("x", failure=WorkerFailed("no such model"))
+    site = Site(engine)
     with pytest.raises(WorkerFailed, match="no such model"):
         await site.fleet.add()
-    assert not site.fleet.members
+    assert not site.fleet.members and engine.heard == ["close"], "its process is not left behind"
 
 
 async def test_load_is_that_of_all_members() -> None:

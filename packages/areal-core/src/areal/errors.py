@@ -34,6 +34,10 @@ class WorkerDied(WorkerFailed):
     """A worker process that is gone; whatever it was asked can be asked of another."""
 
 
+class TrainerLost(WorkerFailed):
+    """The trainer's process that is gone or hangs; the run goes back to the newest checkpoint with another."""
+
+
 class TransferFailed(ArealError):
     """A weight update that did not arrive whole; the previous version stays in force."""
 

@@ -32,7 +32,7 @@ class Workers:
         self.model_is_there = asyncio.Event()
         """Engines and rollout workers start at once and are handed over when the model can be loaded."""
 
-    async def trainer(self) -> Handle:
+    async def trainer(self, name: str) -> Handle:
         config, resolved = self._resolved.config, self._resolved
         context = BackendContext(
             model=self._model, training=config.training, accelerator=resolved.accelerator, seed=config.seed
@@ -46,7 +46,7 @@ class Workers:
             config.sampling.temperature,
         )
         factory = "areal.flow.trainer.worker:TrainerWorker"
-        return await self._spawn("trainer-0", "trainer", factory, args, config.resources.train.total)
+        return await self._spawn(name, "trainer", factory, args, config.resources.train.total)
 
     async def engine(self, name: str) -> Handle:
         config, resolved = self._resolved.config, self._resolved

@@ -68,6 +68,15 @@ class InlineHandle:
                 raise WorkerDied(f"{self.name} was ended while it was asked for {method!r}: {self._reason}") from None
             raise WorkerFailed(f"{self.name} did not answer {method!r} within {deadline_s:g} s") from None
 
+    pid = 0
+    node = "here"
+
+    async def ping(self, deadline_s: float) -> bool:
+        return self._worker is not None
+
+    async def stacks(self, deadline_s: float) -> str:
+        return ""
+
     async def kill(self) -> None:
         await self.end("it was ended by the controller")
 

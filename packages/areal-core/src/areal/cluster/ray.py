@@ -101,6 +101,19 @@ class RayHandle:
         with suppress(RayError, TimeoutError):
             await asyncio.wait_for(self._actor.close.remote(), CLOSE_DEADLINE_S)
 
+    pid = 0
+    node = "here"
+
+    async def ping(self, deadline_s: float) -> bool:
+        try:
+            await self.call("nothing_temporary", deadline_s=deadline_s)
+        except WorkerFailed as error:
+            return "AttributeError" in str(error)
+        return True
+
+    async def stacks(self, deadline_s: float) -> str:
+        return ""
+
     async def kill(self) -> None:
         self._death = WorkerDied(f"{self.name} was ended by the controller")
         ray.kill(self._actor, no_restart=True)
@@ -190,6 +203,7 @@ class RayCluster:
             # A token of this run's own: nobody else's process joins, and nothing is written into the user's home.
             env.setdefault({"RAY_AUTH_TOKEN": secrets.token_hex(32)})
             ray.init(
+                address="local",  # and not one that happens to run on this machine
                 num_cpus=os.cpu_count() or 1,
                 resources={"train": 1024, "infer": 1024},
                 include_dashboard=False,

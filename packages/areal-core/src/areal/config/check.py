@@ -17,6 +17,7 @@ def problems(config: RunConfig) -> Iterator[Problem]:
     yield from _precision(config)
     yield from _model(config)
     yield from _devices(config)
+    yield from _bounds(config)
     yield from _mixture(config)
     yield from _sampling(config)
     yield from _names(config)
@@ -74,6 +75,25 @@ def _devices(config: RunConfig) -> Iterator[Problem]:
             f"'engine.replicas' {replicas} cannot share {devices} devices of 'resources.infer' evenly; "
             f"nearest: {nearest}",
         )
+
+
+def _bounds(config: RunConfig) -> Iterator[Problem]:
+    for block, key, number in (
+        ("engine", "replicas", config.engine.replicas),
+        ("rollout", "workers", config.rollout.workers),
+    ):
+        choice = config.engine if block == "engine" else config.rollout
+        if choice.min > choice.max:
+            yield (
+                (block, "min"),
+                f"'{block}.min' {choice.min} is more than '{block}.max' {choice.max}; nearest: {choice.max}",
+            )
+        elif not choice.min <= number <= choice.max:
+            yield (
+                (block, key),
+                f"'{block}.{key}' {number} must lie between '{block}.min' {choice.min} and '{block}.max' "
+                f"{choice.max}; nearest: {min(max(number, choice.min), choice.max)}",
+            )
 
 
 def _group(side: str, group: DeviceGroup) -> Iterator[Problem]:

@@ -119,7 +119,11 @@ class EngineChoice(Choice):
     name: str = "transformers"
     """A registered engine."""
     replicas: Processes = 1
-    """Engines that generate at the same time, each with a copy of the model."""
+    """Engines that generate at the same time, each with a copy of the model, when the run starts."""
+    min: Processes = 1
+    """Fewest engines with which the run goes on while others cannot be started."""
+    max: Processes = 1024
+    """Most engines that `areal workers add` may bring the run to."""
     python: str = ""
     """Interpreter of the environment in which the engine's library is installed; empty: this one."""
 
@@ -168,15 +172,37 @@ class Rollout(Block):
     """Invariant: every episode ends: with a reward, an error or a time-out."""
 
     workers: Processes = 1
-    """Processes that play episodes."""
+    """Processes that play episodes when the run starts."""
+    min: Processes = 1
+    """Fewest of them with which the run goes on while others cannot be started."""
+    max: Processes = 1024
+    """Most of them that `areal workers add` may bring the run to."""
     episode_timeout_s: PositiveFloat = 120.0
     """Seconds after which an episode is a time-out."""
     max_failed_share: Annotated[float, Field(gt=0, le=1)] = 0.5
     """Share of errors and time-outs among the last `failure_window` episodes above which the run is aborted."""
     failure_window: PositiveInt = 64
     """Episodes that the share is taken over; fewer never abort the run."""
+    max_buffer_mb: PositiveInt = 4096
+    """Memory of finished samples beyond which only the running step's prompts are issued."""
+
+
+class Failures(Block):
+    """What a run bears. Invariant: no failure is borne for ever: each ends in a replacement or in a report."""
+
+    max_restarts: NonNegativeInt = 16
+    """Workers of all kinds that may be lost within `window_s`; one more ends the run with a report."""
+    window_s: PositiveFloat = 600.0
+    """Seconds over which losses are counted."""
+    backoff_s: PositiveFloat = 0.5
+    """Pause before a worker is replaced whose predecessor died soon after its start; it doubles, up to a minute."""
+    hang_timeout_s: PositiveFloat = 120.0
+    """Seconds without a sign of life, or of an engine without a token for its requests, after which a worker is
+    replaced."""
     quiet_time_s: PositiveFloat = 300.0
-    """Seconds without any finished episode after which the run is aborted."""
+    """Seconds without any finished episode after which the run says who waits for whom."""
+    on_stall: Literal["replace", "end"] = "replace"
+    """Then replace those responsible, and end the run if that does not help; or end it at once."""
 
 
 class Parity(Block):
@@ -261,6 +287,8 @@ class RunConfig(Block):
     """How old a sample may be when it is trained on."""
     rollout: Rollout = Field(default_factory=Rollout)
     """How episodes are played and when failing ones stop the run."""
+    failures: Failures = Field(default_factory=Failures)
+    """What happens when workers die, hang or stall."""
     parity: Parity = Field(default_factory=Parity)
     """Comparing engines and trainer: before the first step, and in every step's report."""
     evaluation: Evaluation = Field(default_factory=Evaluation)

@@ -36,14 +36,24 @@ class WorkerDeath:
     """Exit code or signal, or what the worker said of its own end, and the last lines of its log."""
 
 
-class Handle(Protocol):
-    """A running worker. Invariant: every call ends: with a value, the worker's exception, or WorkerFailed."""
-
-    name: str
+class Calls(Protocol):
+    """Whatever answers calls: a worker, or a seat whose worker may change. Invariant: every call ends."""
 
     async def call(self, method: str, *args: Any, deadline_s: float | None = None) -> Any:
         """Call a method, sync or async; WorkerFailed when the worker dies or the deadline passes."""
         ...
+
+
+class Handle(Calls, Protocol):  # TEMPORARY
+    """A running worker. Invariant: every call ends: with a value, the worker's exception, or WorkerFailed."""
+
+    name: str
+    pid: int
+    node: str
+
+    async def ping(self, deadline_s: float) -> bool: ...
+
+    async def stacks(self, deadline_s: float) -> str: ...
 
     def stream(self, method: str, *args: Any) -> AsyncIterator[Any]:
         """Call an async generator method and yield its items as they come."""

@@ -102,7 +102,7 @@ class TrainingSpec:
     warmup: WarmupSpec = field(default_factory=WarmupSpec)
     """Supervised steps on reference answers before the first rollout."""
     step_timeout_s: PositiveFloat = 3600.0
-    """Seconds after which a training step, or writing or reading a checkpoint, is given up and the run ends."""
+    """Seconds for a training step, or for writing or reading a checkpoint, after which the trainer is replaced."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -15,3 +15,12 @@ class Tracker(Protocol):
         ...
 
     def close(self) -> None: ...
+
+
+@runtime_checkable
+class Rewinds(Protocol):
+    """Optional: a tracker that can forget. Invariant: each step stands once, however often the run went back."""
+
+    def rewind(self, step: int) -> None:
+        """Forget everything of later steps: the run goes on from this one, with another trainer."""
+        ...

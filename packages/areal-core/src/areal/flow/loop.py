@@ -6,41 +6,45 @@
        └── slots, freed by each published version
 
 issue_forever    Pacing.take ─► Mixture.next ─► ReplayBuffer.expect ─► Crew.run ─► ReplayBuffer.put ─► journal
-train_forever    ReplayBuffer.take ─► TrainerWorker.train ─► Publisher.stage ─► Staged.commit (beside the next step)
-watch_forever    Cluster.watch ─► Fleet.lost / Crew.lost ─► replacement
+train_forever    ReplayBuffer.take ─► TrainerWorker.train ─► Publishing.publish (committed beside the next step)
+                 a lost trainer: another one ─► newest checkpoint ─► what it had not trained is ready again
+Keeper           Cluster.watch, Handle.ping ─► Fleet.lost / Crew.lost ─► replacement
 """
 
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from functools import partial
+from typing import Literal, Protocol
 
-from areal.contracts.cluster import Cluster, Handle
 from areal.contracts.messages import Group, Prompt, StepReport, Version
-from areal.errors import ParityError, TransferFailed, WorkerFailed
+from areal.errors import ParityError, TrainerLost, WorkerFailed
 from areal.flow.buffer.buffer import OnExcess, ReplayBuffer, staleness
-from areal.flow.buffer.journal import Issued, Journal
+from areal.flow.buffer.journal import Issued, Journal, Recovery
 from areal.flow.engine.fleet import Fleet
+from areal.flow.evaluator import Evaluator
+from areal.flow.keeper import Keeper
 from areal.flow.prompts.mixture import Mixture
 from areal.flow.prompts.pacing import Pacing
+from areal.flow.publishing import Publishing
 from areal.flow.rollout.budget import FailureBudget
 from areal.flow.rollout.crew import Crew
-from areal.flow.rollout.evaluate import evaluate, some_prompts
+from areal.flow.rollout.evaluate import some_prompts
 from areal.flow.rollout.worker import GroupRequest
+from areal.flow.stall import Scene
 from areal.flow.tasks import TaskSet
 from areal.flow.trainer.metrics import summarise
 from areal.flow.trainer.parity import Bounds
+from areal.flow.trainer.seat import TrainerSeat
 from areal.flow.trainer.worker import TrainRequest
-from areal.flow.weights.publisher import Publisher, Staged, Target
+from areal.flow.vitals import Vitals
 
-PUBLISH_ATTEMPTS = 5
-PUBLISH_PAUSE_S = 1.0
-"""A cluster notices a death within about two seconds."""
 PARITY_TOKENS = 32
 """Tokens of each completion on which engines and trainer are compared."""
+PARITY_LOOK_S = 1.0
+"""Between two looks at whether somebody new must be given weights before it can answer."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,10 +61,13 @@ class LoopSettings:
     step_timeout_s: float
     """Longest time for one training step."""
     quiet_time_s: float
-    """Longest wait for a batch without anything arriving before the run ends and says who it waited for."""
+    """Longest wait for a batch without anything arriving before it is looked into."""
+    on_stall: Literal["replace", "end"]
+    """Replace whoever is responsible, once, or end the run at once."""
+    max_buffer_bytes: int
+    """Memory of finished samples beyond which only the running step's groups are issued."""
     evaluate_every: int
     """Steps between evaluations; 0: never."""
-    evaluation_prompts: int
     checkpoint_every: int
     """Steps between checkpoints; 0: only the last."""
     parity_prompts: int
@@ -77,26 +84,27 @@ class Observer(Protocol):
 
     def evaluated(self, step: int, metrics: Mapping[str, float]) -> None: ...
 
-    def weights_published(self, version: Version) -> None: ...
-
     def alarmed(self, step: int, sentence: str) -> None: ...
 
-    def replaced(self, name: str, reason: str) -> None: ...
+    def stalled(self, sentence: str, stacks: str) -> None: ...
+
+    def went_back(self, step: int) -> None: ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Stages:
     """What the loop connects. Invariant: each stage knows none of the others."""
 
-    cluster: Cluster
-    trainer: Handle
+    trainer: TrainerSeat
+    keeper: Keeper
+    evaluator: Evaluator
     fleet: Fleet
     crew: Crew
     mixture: Mixture
     pacing: Pacing
     buffer: ReplayBuffer
     journal: Journal
-    publisher: Publisher
+    publishing: Publishing
     budget: FailureBudget
 
 
@@ -108,19 +116,24 @@ class Loop:
         settings: LoopSettings,
         stages: Stages,
         checkpoint: Callable[[int], Awaitable[object]],
+        restore: Callable[[], Awaitable[Recovery]],
         observer: Observer,
         first_step: int,
     ) -> None:
+        """`restore`: puts another trainer into its seat with the newest checkpoint, and the journal back to it."""
         self._settings = settings
         self._stages = stages
         self._checkpoint = checkpoint
+        self._restore = restore
         self._observer = observer
         self._step = first_step
+        self._measured_at = first_step
         self._tasks: TaskSet
-        self._committing: asyncio.Task[None] | None = None
-        self._evaluating: asyncio.Task[None] | None = None
-        self._extra: dict[str, float] = {}
+        self._unfinished: Sequence[Issued] = ()
+        self._issuing: asyncio.Task[None] | None = None
+        self._vitals = Vitals()
         self._parity: dict[str, float] = {}
+        self._has_stalled = False
         self._stopping = False
 
     def stop(self) -> None:
@@ -135,8 +148,10 @@ class Loop:
         error of any of its coroutines.
         """
         self._tasks = TaskSet()
-        self._tasks.start(self._watch_forever())
-        await self._tasks.run(self._train_forever(unfinished))
+        self._unfinished = unfinished
+        self._stages.keeper.start(self._tasks, self._stages.buffer.wake)
+        self._tasks.start(self._vitals.measure_forever())
+        await self._tasks.run(self._train_forever())
         return self._step
 
     # prompts -> rollout -> buffer
@@ -146,7 +161,7 @@ class Loop:
         stages = self._stages
         while True:
             first = stages.pacing.num_issued
-            num_groups = await stages.pacing.take()
+            num_groups = await stages.pacing.take(lambda: stages.buffer.num_bytes > self._settings.max_buffer_bytes)
             groups = [self._next_group(first + offset) for offset in range(num_groups)]
             stages.buffer.expect(groups)
             for issued in groups:
@@ -179,33 +194,66 @@ class Loop:
 
     # buffer -> trainer -> weights
 
-    async def _train_forever(self, unfinished: Sequence[Issued]) -> None:
-        """Train, publish, report. Waits for a full batch, filled by `_roll`."""
-        await self._publish()
-        await self._committed()
-        measured_at = self._step
+    async def _train_forever(self) -> None:
+        """Open, step after step, close; a lost trainer interrupts any of them and is replaced."""
+        work: Callable[[], Awaitable[None]] = self._open
+        while True:
+            try:
+                await work()
+                if self._is_done:
+                    return await self._close()
+                work = self._one_step
+            except TrainerLost as lost:
+                work = partial(self._go_back, str(lost))
+
+    @property
+    def _is_done(self) -> bool:
+        return self._stopping or self._step >= self._settings.max_steps
+
+    async def _open(self) -> None:
+        """Bring the trainer's weights to the engines, compare the two, and let the prompts go."""
+        await self._stages.publishing.publish(self._tasks, self._step)
+        await self._stages.publishing.committed()
         if broken := await self._measure_parity():
             if self._step == 0:
                 raise ParityError(f"{broken}; to go on all the same, raise parity.max_mean and parity.max_kl")
             self._observer.alarmed(self._step, broken)
+        unfinished, self._unfinished = self._unfinished, ()
         for issued in unfinished:
             self._tasks.start(self._roll(issued))
-        issuing = self._tasks.start(self._issue_forever())
-        while self._step < self._settings.max_steps and not self._stopping:
-            waited_from = time.perf_counter()
-            if self._settings.parity_every and self._step >= measured_at + self._settings.parity_every:
-                measured_at = self._step
-                if broken := await self._measure_parity():
-                    self._observer.alarmed(self._step, broken)
-            groups = await self._next_batch()
-            if groups is None:
-                break
-            await self._train(groups, time.perf_counter() - waited_from)
-        issuing.cancel()
-        await self._committed()
-        if self._evaluating is not None:
-            await self._evaluating
+        self._issuing = self._issuing or self._tasks.start(self._issue_forever())
+
+    async def _one_step(self) -> None:
+        """Train, publish, report. Waits for a full batch, filled by `_roll`."""
+        waited_from = self._now()
+        every = self._settings.parity_every
+        if every and self._step >= self._measured_at + every:
+            self._measured_at = self._step
+            if broken := await self._measure_parity():
+                self._observer.alarmed(self._step, broken)
+        groups = await self._next_batch()
+        if groups is not None:
+            await self._train(groups, self._now() - waited_from)
+
+    async def _close(self) -> None:
+        await self._stages.publishing.committed()
+        await self._stages.evaluator.finish()
         await self._checkpoint(self._step)
+
+    async def _go_back(self, reason: str) -> None:
+        """Go on from the newest checkpoint with another trainer: engines stay, and so do all finished samples."""
+        stages = self._stages
+        await stages.keeper.trainer_lost(reason)
+        await stages.publishing.committed()
+        stages.buffer.flush()
+        recovery = await self._restore()
+        stages.keeper.trainer_started()
+        stages.publishing.begin_anew()
+        stages.buffer.rewind(recovery.complete)
+        stages.pacing.rewind(recovery.step, recovery.num_dropped)
+        self._step = stages.keeper.step = self._measured_at = recovery.step
+        self._observer.went_back(recovery.step)
+        await self._open()
 
     async def _measure_parity(self) -> str:
         """Compare engines and trainer on a few prompts; return what is wrong with them, or an empty string.
@@ -216,12 +264,11 @@ class Loop:
         draws = some_prompts(stages.crew.num_prompts, "train", settings.parity_prompts)
         if not draws:
             return ""
-        await self._committed()
+        await stages.publishing.committed()
         probing = self._tasks.start(stages.crew.probe(draws, PARITY_TOKENS, settings.quiet_time_s))
-        while not (await asyncio.wait([probing], timeout=PUBLISH_PAUSE_S))[0]:
-            if stages.fleet.joining:  # the engine that was asked died; its successor waits for these weights
-                await self._publish()
-                await self._committed()
+        while not (await asyncio.wait([probing], timeout=PARITY_LOOK_S))[0]:
+            # The engine that was asked may have died; its successor waits for these weights.
+            await stages.publishing.bring_up(self._tasks, self._step)
         self._parity = await stages.trainer.call("parity", probing.result(), deadline_s=settings.step_timeout_s)
         return settings.parity_bounds.broken_by(self._parity)
 
@@ -234,28 +281,32 @@ class Loop:
             stages.pacing.drop(stages.buffer.num_dropped - dropped)
             if groups is not None:
                 return groups
-            if stages.fleet.joining:
-                await self._committed()
-                if stages.fleet.joining:  # that publish was made without it
-                    await self._publish()
+            stages.trainer.check()
+            await stages.publishing.bring_up(self._tasks, self._step)
             try:
                 async with asyncio.timeout(self._settings.quiet_time_s):
                     await stages.buffer.changed()
+                self._has_stalled = False
             except TimeoutError:
-                raise WorkerFailed(self._why_quiet()) from None
+                await self._stalled(step)
         return None
 
-    def _why_quiet(self) -> str:
-        stages = self._stages
-        return (
-            f"the trainer waited {self._settings.quiet_time_s:g} s for {self._settings.batch_size} groups and nothing "
-            f"arrived: {stages.buffer.num_ready} are ready, {stages.buffer.num_gathering} are being made by "
-            f"{len(stages.fleet.members)} engines, {stages.pacing.num_free} more may be issued; the workers' logs "
-            "in the run's folder say what they were doing"
+    async def _stalled(self, step: int) -> None:
+        """Say who waits for whom; replace those responsible the first time, end the run the second time in a row."""
+        settings, stages = self._settings, self._stages
+        scene = Scene(
+            fleet=stages.fleet, crew=stages.crew, buffer=stages.buffer, pacing=stages.pacing, budget=stages.budget
         )
+        stall = await scene.explain(step, settings.batch_size, settings.quiet_time_s)
+        self._observer.stalled(stall.sentence, stall.stacks)
+        if self._has_stalled or settings.on_stall == "end" or not stall.suspects:
+            raise WorkerFailed(stall.sentence)
+        self._has_stalled = True
+        for name, reason in stall.suspects.items():
+            await stages.keeper.lost(name, reason)
 
     async def _train(self, groups: list[Group], waited_s: float) -> None:
-        began = time.perf_counter()
+        began = self._now()
         self._tasks.start(self._stages.fleet.measure_load())
         settings, version = self._settings, self._step
         oldest = version - settings.max_staleness if settings.on_excess == "mask" else None
@@ -264,9 +315,10 @@ class Loop:
             "train", request, deadline_s=settings.step_timeout_s
         )
         self._step += 1
-        await self._committed()
-        await self._publish()
-        seconds = time.perf_counter() - began + waited_s
+        self._stages.keeper.step = self._step
+        await self._stages.publishing.committed()
+        await self._stages.publishing.publish(self._tasks, self._step)
+        seconds = self._now() - began + waited_s
         report = StepReport(
             step=self._step,
             version=self._step,
@@ -282,14 +334,13 @@ class Loop:
         self._stages.journal.stepped(report)
         self._observer.step_finished(report)
         if settings.evaluate_every and self._step % settings.evaluate_every == 0:
-            self._evaluate()
+            self._stages.evaluator.begin(self._tasks, self._step, self._stages.publishing.committed)
         if settings.checkpoint_every and self._step % settings.checkpoint_every == 0:
             await self._checkpoint(self._step)
 
     def _metrics(self, groups: list[Group], version: Version) -> dict[str, float]:
         stages = self._stages
         ages = [staleness(group, version) for group in groups]
-        extra, self._extra = self._extra, {}
         summary = dict(summarise(groups))
         if passed_over := stages.buffer.collect_passed_over():
             # The policy's reward is that of all it answered, not of what was chosen to train on.
@@ -304,86 +355,14 @@ class Loop:
             "buffer/ready_groups": float(stages.buffer.num_ready),
             "buffer/running_groups": float(stages.buffer.num_gathering),
             "rollout/reissued_groups": float(stages.crew.num_reissued),
-            **extra,
+            **stages.publishing.metrics,
             **self._parity,
             **stages.fleet.load,
+            **self._vitals.collect(),
+            "workers/engines": float(len(stages.fleet.members)),
+            "workers/rollouts": float(len(stages.crew.members)),
+            "workers/lost": float(stages.keeper.num_lost),
         }
 
-    async def _publish(self) -> None:
-        """Send the trainer's weights to all engines; committing them runs beside the next step."""
-        staged = await self._stage(PUBLISH_ATTEMPTS)
-        self._committing = self._tasks.start(self._commit(staged, self._step))
-
-    async def _stage(self, attempts: int) -> Staged | None:
-        targets = [
-            Target(name=name, handle=member.handle, layout=member.layout)
-            for name, member in self._stages.fleet.members.items()
-        ]
-        if not targets:
-            return None
-        try:
-            return await self._stages.publisher.stage(self._step, targets)
-        except TransferFailed:
-            if attempts == 1:
-                raise
-            # An engine that died on the way breaks the sender too; the watcher takes it out meanwhile.
-            await asyncio.sleep(PUBLISH_PAUSE_S)
-            return await self._stage(attempts - 1)
-
-    async def _commit(self, staged: Staged | None, version: Version) -> None:
-        stages = self._stages
-        if staged is not None:
-            published = await staged.commit()
-            self._extra |= published.metrics
-            for name, reason in published.failed.items():
-                await self._lost_engine(name, reason)
-            await stages.fleet.committed(list(published.committed))
-        stages.journal.published(version)
-        stages.pacing.publish(version)
-        self._observer.weights_published(version)
-
-    async def _committed(self) -> None:
-        """Wait until the last publish is committed; its own deadlines end it."""
-        if self._committing is not None:
-            await self._committing
-
-    # beside the circle
-
-    def _evaluate(self) -> None:
-        """Start an evaluation of the weights being published, unless an earlier one still runs."""
-        if self._evaluating is None or self._evaluating.done():
-            self._evaluating = self._tasks.start(self._evaluated(self._step))
-
-    async def _evaluated(self, step: int) -> None:
-        await self._committed()  # the engines may still be reading this step's weights
-        prompts = some_prompts(self._stages.crew.num_prompts, "test", self._settings.evaluation_prompts)
-        groups = await evaluate(self._stages.crew, prompts)
-        metrics = {f"eval/{name}": value for name, value in summarise(groups).items()}
-        self._stages.journal.evaluated(step, metrics)
-        self._observer.evaluated(step, metrics)
-
-    async def _watch_forever(self) -> None:
-        """Replace workers that die. Waits for deaths, which the cluster reports."""
-        async for death in self._stages.cluster.watch():
-            if death.name in self._stages.fleet.members:
-                await self._lost_engine(death.name, death.reason)
-            elif death.name.startswith("engine"):
-                continue  # it died while it started: whoever started it has the error
-            elif death.name.startswith("rollout"):
-                await self._stages.crew.lost(death.name, death.reason)
-                self._observer.replaced(death.name, death.reason)
-                self._tasks.start(self._stages.crew.add())
-            else:
-                raise WorkerFailed(f"{death.name} died: {death.reason}")
-
-    async def _lost_engine(self, name: str, reason: str) -> None:
-        """Take an engine out and start another; whoever hears of it second, publisher or watcher, changes nothing."""
-        stages = self._stages
-
-        async def replace() -> None:
-            await stages.fleet.add()
-            stages.buffer.wake()  # the trainer may be waiting for samples that only this engine can make
-
-        if await stages.fleet.lost(name, reason):
-            self._observer.replaced(name, reason)
-            self._tasks.start(replace())
+    def _now(self) -> float:
+        return asyncio.get_running_loop().time()

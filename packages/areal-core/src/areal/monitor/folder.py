@@ -16,7 +16,7 @@ _log = logging.getLogger(__name__)
 class RunFolder:
     """Invariant: everything a run writes lies below `path`, and `config.yaml` is there before anything else.
 
-    config.yaml  lock  journal.sqlite  metrics.jsonl  tensorboard/  logs/  checkpoints/  weights/  reward.png
+    config.yaml  lock  control  journal.sqlite  metrics.jsonl  tensorboard/  logs/  checkpoints/  weights/  reward.png
     """
 
     def __init__(self, path: Path) -> None:
@@ -81,6 +81,11 @@ class RunFolder:
     @property
     def journal(self) -> Path:
         return self.path / "journal.sqlite"
+
+    @property
+    def control(self) -> Path:
+        """Says where the controller answers, while there is one."""
+        return self.path / "control"
 
     @property
     def checkpoints(self) -> Path:

@@ -49,6 +49,10 @@ class ProgressView:
             self._last_line = now
             self.say(f"[{now - self._began:6.1f} s] step {report.step}/{self._max_steps}  {numbers}")
 
+    def went_back(self, step: int) -> None:
+        """Show that the run goes on from an earlier step."""
+        self._bar.update(self._task, completed=step)
+
     def _numbers(self, report: StepReport) -> str:
         metrics = report.metrics
         if "reward/mean" in metrics:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from typing import cast
 
-from areal.contracts.tracker import Tracker
+from areal.contracts.tracker import Rewinds, Tracker
 
 
 class TrackerGroup:
@@ -17,6 +18,12 @@ class TrackerGroup:
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         for name in list(self._trackers):
             self._guard(name, lambda tracker: tracker.log(step, metrics))
+
+    def rewind(self, step: int) -> None:
+        """Let those that can forget what came after `step`."""
+        for name, tracker in list(self._trackers.items()):
+            if isinstance(tracker, Rewinds):
+                self._guard(name, lambda tracker: cast(Rewinds, tracker).rewind(step))
 
     def close(self) -> None:
         for name in list(self._trackers):

@@ -34,6 +34,11 @@ class JsonlTracker:
         self._file.write(json.dumps({"step": step, "time": round(time.time(), 3), **numbers}) + "\n")
         self._file.flush()
 
+    def rewind(self, step: int) -> None:
+        """Drop the lines of later steps."""
+        self.close()
+        self._file = self._open(step + 1)
+
     def close(self) -> None:
         """Close the file; idempotent."""
         if self._file is not None:

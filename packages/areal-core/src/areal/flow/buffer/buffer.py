@@ -97,6 +97,16 @@ class ReplayBuffer:
             self._gathering[issued.number] = _Gathering(issued, trajectories=known)
         self._changed.set()
 
+    def rewind(self, complete: Sequence[Group]) -> None:
+        """Make groups ready again that steps had taken which the trainer, gone back to a checkpoint, knows nothing of.
+
+        `complete`: all complete groups that no kept step consumed; those that are here already stay as they are.
+        """
+        for group in complete:
+            if group.number not in self._ready:
+                self._make_ready(group)
+        self._changed.set()
+
     def put(self, number: int, part: Prompt | Trajectory) -> None:
         """Take a prompt or a trajectory of a group; it counts once `flush` has written it."""
         if not self._arrived:
@@ -153,6 +163,8 @@ class ReplayBuffer:
         there = {part.sample for n, part in self._arrived if n == number and isinstance(part, Trajectory)}
         there |= gathering.trajectories.keys()
         return tuple(sample for sample in range(gathering.issued.num_samples) if sample not in there)
+
+    num_bytes = 0
 
     @property
     def num_ready(self) -> int:

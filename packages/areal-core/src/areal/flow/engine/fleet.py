@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import itertools
 from collections.abc import Awaitable, Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 
 from areal.contracts.cluster import Handle
@@ -18,6 +20,10 @@ OnChange = Callable[[Mapping[str, Handle]], Awaitable[None]]
 
 START_DEADLINE_S = 600.0
 """Loading the largest models from a slow disk takes minutes; beyond this the replica is given up."""
+LEAVE_DEADLINE_S = 30.0
+"""An engine that is to leave interrupts its requests after at most one pass."""
+LEAVE_GRACE_S = 0.5
+"""For the interrupted requests' way to whoever asked; a request that misses it is made anew elsewhere."""
 
 
 @dataclass(slots=True)
@@ -32,13 +38,12 @@ class Member:
 class Fleet:
     """Invariant: rollout workers are only ever told of engines that serve the current version.
 
-    A replica that dies is replaced under a new name until `max_restarts` are used up.
+    Every replica has a name of its own that no other one ever had.
     """
 
-    def __init__(self, spawn: Spawn, on_change: OnChange, max_restarts: int) -> None:
+    def __init__(self, spawn: Spawn, on_change: OnChange) -> None:
         self._spawn = spawn
         self._on_change = on_change
-        self._restarts_left = max_restarts
         self._names = itertools.count()
         self._meter = LoadMeter()
         self.members: dict[str, Member] = {}
@@ -47,7 +52,11 @@ class Fleet:
         """Start one more replica; it serves after its first commit. WorkerFailed in one sentence."""
         name = f"engine-{next(self._names)}"
         handle = await self._spawn(name)
-        layout: Layout = await handle.call("start", deadline_s=START_DEADLINE_S)
+        try:
+            layout: Layout = await handle.call("start", deadline_s=START_DEADLINE_S)
+        except BaseException:
+            await handle.kill()
+            raise
         self.members[name] = Member(handle=handle, layout=layout)
         return name
 
@@ -59,21 +68,28 @@ class Fleet:
         if newly:
             await self._tell()
 
-    async def lost(self, name: str, reason: str) -> bool:
-        """Take a replica out; return whether it was still in, and so is to be replaced.
+    async def lost(self, name: str) -> bool:
+        """Take a broken replica out and end it; return whether it was still in, and so is to be replaced."""
+        member = await self._take_out(name)
+        if member is not None:
+            await member.handle.kill()
+        return member is not None
 
-        WorkerFailed when it may not be replaced any more.
-        """
-        member = self.members.pop(name, None)
+    async def release(self, name: str) -> None:
+        """Let a replica go: what it was answering goes on elsewhere from the tokens it had made."""
+        member = await self._take_out(name)
         if member is None:
-            return False
-        if member.serving:
-            await self._tell()
+            return
+        with suppress(WorkerFailed):  # one that is broken has nothing to hand over
+            await member.handle.call("pause", "abort", deadline_s=LEAVE_DEADLINE_S)
+            await asyncio.sleep(LEAVE_GRACE_S)
         await member.handle.kill()
-        if self._restarts_left == 0:
-            raise WorkerFailed(f"{name} was lost and the run's budget of engine restarts is used up: {reason}")
-        self._restarts_left -= 1
-        return True
+
+    async def _take_out(self, name: str) -> Member | None:
+        member = self.members.pop(name, None)
+        if member is not None and member.serving:
+            await self._tell()
+        return member
 
     @property
     def joining(self) -> bool:
@@ -91,3 +107,15 @@ class Fleet:
     def load(self) -> Mapping[str, float]:
         """How busy the replicas were when they were last asked, as metrics."""
         return self._meter.figures
+
+    def load_of(self, name: str) -> Mapping[str, float]:
+        """How busy one replica was when it was last asked; empty when it did not answer."""
+        return self._meter.loads.get(name, {})
+
+    def stuck_s(self, name: str) -> float:
+        """For how many seconds a replica has had requests and made no token, as far as it tells."""
+        return self._meter.stuck_s(name)
+
+    def excuse(self) -> None:
+        """Somebody made the replicas stop, as a change of weights does: none of them is stuck."""
+        self._meter.excuse()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import Mapping
 
 from areal.contracts.cluster import Handle
@@ -25,8 +24,12 @@ class LoadMeter:
         self.figures: Mapping[str, float] = {}
         """The newest answers as ``engine/...``."""
         self._tokens: dict[str, float] = {}
+        self.loads: Mapping[str, Mapping[str, float]] = {}
+        """The newest answer of each replica that gave one."""
         self._asked_at: float | None = None
         self._is_asking = False
+        self._progress: dict[str, tuple[float, float]] = {}
+        """When each replica that tells was last seen to work or to have nothing to do, and its tokens then."""
 
     async def measure(self, engines: Mapping[str, Handle]) -> None:
         """Ask all engines at once, unless they are still being asked; ``engine/silent`` counts those without answer."""
@@ -34,7 +37,7 @@ class LoadMeter:
             return
         self._is_asking = True
         try:
-            asked_at = time.perf_counter()
+            asked_at = _now()
             answers = await asyncio.gather(*(_load(handle) for handle in engines.values()))
         finally:
             self._is_asking = False
@@ -47,7 +50,32 @@ class LoadMeter:
         # The tokens of a silent replica count when it speaks again.
         self._tokens = {name: tokens.get(name, self._tokens.get(name, 0.0)) for name in engines}
         self._asked_at = asked_at
+        self.loads = loads
+        self._note_progress(asked_at)
         self.figures = {f"engine/{name}": value for name, value in figures.items()}
+
+    def _note_progress(self, now: float) -> None:
+        told = {name: load for name, load in self.loads.items() if {"tokens_total", "running"} <= load.keys()}
+        for name, load in told.items():
+            since, tokens = self._progress.get(name, (now, -1.0))
+            is_stuck = load["running"] > 0 and load["tokens_total"] == tokens
+            self._progress[name] = (since if is_stuck else now, load["tokens_total"])
+        self._progress = {name: self._progress[name] for name in told}
+
+    def stuck_s(self, name: str) -> float:
+        """For how many seconds a replica has had requests and made no token, as far as it tells."""
+        if self._asked_at is None or name not in self._progress:
+            return 0.0
+        return self._asked_at - self._progress[name][0]
+
+    def excuse(self) -> None:
+        """Begin anew to count the seconds without progress."""
+        now = _now()
+        self._progress = {name: (now, tokens) for name, (_, tokens) in self._progress.items()}
+
+
+def _now() -> float:
+    return asyncio.get_running_loop().time()
 
 
 async def _load(engine: Handle) -> dict[str, float] | None:

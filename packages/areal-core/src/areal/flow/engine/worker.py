@@ -11,6 +11,7 @@ from areal.contracts.engine import Ends, Engine, PauseMode, ReportsLoad
 from areal.contracts.messages import Completion, GenerateRequest
 from areal.contracts.specs import EngineContext
 from areal.contracts.transfer import Layout, Receipt, Transfer
+from areal.flow.engine.recall import Recall
 
 
 class EngineWorker:
@@ -22,12 +23,21 @@ class EngineWorker:
         # The composition root names the function that announces the process to plugins; flow knows no plugins.
         import_object(prepare)(component.name, blocked)
         self._engine: Engine = component.load()(options, context)
+        self._recall = Recall(self._engine.generate)
 
     async def start(self) -> Layout:
         return await self._engine.start()
 
     async def generate(self, request: GenerateRequest) -> Completion:
-        return await self._engine.generate(request)
+        return await self._recall.generate(request)
+
+    async def knows(self, request: GenerateRequest) -> bool:
+        """Return whether an earlier caller's same request is, or was lately, answered here."""
+        return self._recall.knows(request)
+
+    async def recall(self, request: GenerateRequest) -> Completion | None:
+        """Return the answer to an earlier caller's same request, once it is there; None when it is gone."""
+        return await self._recall.recall(request)
 
     async def pause(self, mode: PauseMode = "keep") -> None:
         await self._engine.pause(mode)
@@ -41,7 +51,9 @@ class EngineWorker:
     async def load(self) -> dict[str, float]:
         """Return how busy the engine is; empty for one that does not tell. Figures that are no numbers are an error."""
         load = self._engine.load() if isinstance(self._engine, ReportsLoad) else {}
-        return {name: float(value) for name, value in load.items()}
+        return {name: float(value) for name, value in load.items()} | {
+            "recalled_total": float(self._recall.num_recalled)
+        }
 
     async def ended(self) -> str:
         """Return why, once the engine can serve no more by itself; never return for one that does not say."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 
 from areal.contracts.messages import Version
 
@@ -35,12 +36,20 @@ class Pacing:
 
     @property
     def num_free(self) -> int:
-        steps = min(self._served + self._max_staleness + 1, self._max_steps)
+        return self._free(self._max_staleness)
+
+    def _free(self, ahead: int) -> int:
+        steps = min(self._served + ahead + 1, self._max_steps)
         return steps * self._batch_size - (self.num_issued - self._num_dropped)
 
     def publish(self, version: Version) -> None:
         self._served = version
         self._changed.set()
+
+    def rewind(self, version: Version, num_dropped: int) -> None:
+        """Go back to an earlier version, with so many groups dropped by its time; what was issued stays issued."""
+        self._num_dropped = num_dropped
+        self.publish(version)
 
     def drop(self, num_groups: int) -> None:
         """Give back the slots of groups that left the buffer untrained."""
@@ -57,9 +66,12 @@ class Pacing:
             self._changed.clear()
             await self._changed.wait()
 
-    async def take(self) -> int:
-        """Wait until there are free slots and take them all; return how many. Freed by `publish` and `drop`."""
-        while (free := self.num_free) <= 0:
+    async def take(self, is_full: Callable[[], bool] = lambda: False) -> int:
+        """Wait until there are free slots and take them all; return how many. Freed by `publish` and `drop`.
+
+        While whoever keeps finished samples `is_full`, only the running step's slots are free.
+        """
+        while (free := self._free(0 if is_full() else self._max_staleness)) <= 0:
             self._changed.clear()
             await self._changed.wait()
         self.num_issued += free

@@ -27,3 +27,11 @@ class FailureBudget:
                 f"{sum(self._recent)} of the last {len(self._recent)} episodes gave no reward, more than the "
                 f"{self._max_share:.0%} that rollout.max_failed_share allows; the first was {self._first}"
             )
+
+    @property
+    def said(self) -> str:
+        """What failed lately, in a few words; empty when nothing did."""
+        if not sum(self._recent):
+            return ""
+        failed, seen = sum(self._recent), len(self._recent)
+        return f"{failed} of the last {seen} episodes gave no reward, the first of all: {self._first}"

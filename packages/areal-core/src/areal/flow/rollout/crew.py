@@ -1,70 +1,112 @@
-"""The rollout workers as the controller sees them: groups are handed out, and handed out again when a worker dies."""
+"""The rollout workers as the controller sees them: groups are leased out, and leased out again when a worker fails."""
 
 from __future__ import annotations
 
 import asyncio
 import itertools
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
-from dataclasses import replace
+from contextlib import suppress
+from dataclasses import dataclass, replace
 
 from areal.contracts.cluster import Handle
-from areal.contracts.messages import Completion
+from areal.contracts.messages import Completion, Trajectory
 from areal.errors import WorkerDied, WorkerFailed
 from areal.flow.rollout.worker import GroupRequest, Part
 
 Spawn = Callable[[str], Awaitable[Handle]]
 
+START_DEADLINE_S = 600.0
+"""Environments may fetch their data first."""
 SILENCE_GRACE_S = 30.0
 """Episodes end by their own deadline; a worker that is silent for so much longer hangs."""
 RETRY_PAUSE_S = 0.2
 """Between two attempts at a group, so that a broken worker cannot spin."""
+MOST_FRUITLESS = 5
+"""Attempts at a group in a row that brought nothing."""
 PROBE_ATTEMPTS = 5
+
+
+@dataclass(slots=True)
+class Lease:
+    """A group in a worker's hands. Invariant: a group has one lease at a time, and only its parts are taken.
+
+    Each part that arrives renews it; `silence_s` after the last one the worker is ended and the rest leased anew.
+    """
+
+    group: int
+    worker: str
+    attempt: int
+    """From 0."""
+    num_missing: int
+    since: float
+    """Time of the event loop's clock, like `renewed`."""
+    renewed: float
 
 
 class Crew:
     """Invariant: a handed-out group is worked on until all its samples arrived, whatever happens to workers."""
 
-    def __init__(self, spawn: Spawn, episode_timeout_s: float, max_restarts: int) -> None:
+    def __init__(self, spawn: Spawn, episode_timeout_s: float) -> None:
         self._spawn = spawn
         self._silence_s = episode_timeout_s + SILENCE_GRACE_S
-        self._restarts_left = max_restarts
         self._names = itertools.count()
         self._engines: Mapping[str, Handle] = {}
-        self._handles: dict[str, Handle] = {}
         self._busy: dict[str, int] = {}
         self._arrived = asyncio.Event()
+        self._freed = asyncio.Event()
+        self.members: dict[str, Handle] = {}
+        """Workers that are given groups."""
+        self.leases: dict[int, Lease] = {}
         self.num_prompts: dict[str, dict[str, int]] = {}
         """Prompts by environment and split, as the workers found them."""
         self.num_reissued = 0
 
-    async def add(self) -> None:
-        """Start one more worker. WorkerFailed or ConfigError in one sentence."""
+    async def add(self) -> str:
+        """Start one more worker and return its name. WorkerFailed or ConfigError in one sentence."""
         name = f"rollout-{next(self._names)}"
         handle = await self._spawn(name)
-        self.num_prompts = await handle.call("start", deadline_s=600.0)
+        try:
+            self.num_prompts = await handle.call("start", deadline_s=START_DEADLINE_S)
+        except BaseException:
+            await handle.kill()
+            raise
         # Known first and told second: engines may change while it is being told.
-        self._handles[name] = handle
+        self.members[name] = handle
         self._busy[name] = 0
         await self.use_engines(self._engines)
         self._arrived.set()
+        return name
 
     async def use_engines(self, handles: Mapping[str, Handle]) -> None:
         self._engines = handles
-        told = (handle.call("use_engines", handles, deadline_s=60.0) for handle in self._handles.values())
+        told = (handle.call("use_engines", handles, deadline_s=60.0) for handle in self.members.values())
         await asyncio.gather(*told, return_exceptions=True)
 
-    async def lost(self, name: str, reason: str) -> None:
-        """Take a worker out; WorkerFailed when it may not be replaced any more."""
-        handle = self._handles.pop(name, None)
+    async def lost(self, name: str) -> bool:
+        """Take a broken worker out and end it; return whether it was still in, and so is to be replaced."""
+        handle = self.members.pop(name, None)
+        if handle is not None:
+            await handle.kill()
+        return handle is not None
+
+    async def release(self, name: str) -> None:
+        """Let a worker finish its groups and go; what it has not finished by then is leased anew."""
+        handle = self.members.pop(name, None)
         if handle is None:
             return
+        with suppress(TimeoutError):
+            async with asyncio.timeout(self._silence_s):
+                while self._busy[name]:
+                    self._freed.clear()
+                    await self._freed.wait()
         await handle.kill()
-        if self._restarts_left == 0:
-            raise WorkerFailed(f"{name} was lost and the run's budget of rollout restarts is used up: {reason}")
-        self._restarts_left -= 1
 
     def any(self) -> Handle:
-        return next(iter(self._handles.values()))
+        return next(iter(self.members.values()))
+
+    def num_leased(self, name: str) -> int:
+        """Return how many groups a worker is working on."""
+        return self._busy.get(name, 0)
 
     async def run(self, request: GroupRequest, missing: Callable[[], tuple[int, ...]]) -> AsyncIterator[Part]:
         """Yield the group's prompt and trajectories; after a failure only what `missing` still names is made again.
@@ -72,28 +114,44 @@ class Crew:
         Raises WorkerFailed when attempts keep failing without anything new arriving.
         """
         fruitless = 0
-        while samples := missing():
-            handle = await self._pick()
-            self._busy[handle.name] += 1
-            before = len(samples)
+        for attempt in itertools.count():
+            if not (samples := missing()):
+                return
             try:
-                async for part in self._parts(handle, replace(request, samples=samples)):
+                async for part in self._attempt(replace(request, samples=samples, attempt=attempt)):
                     yield part
             except WorkerFailed as error:
                 self.num_reissued += 1
-                fruitless = fruitless + 1 if len(missing()) == before else 0
-                if fruitless > 5:
+                fruitless = fruitless + 1 if len(missing()) == len(samples) else 0
+                if fruitless > MOST_FRUITLESS:
                     raise WorkerFailed(f"group {request.number} failed {fruitless} times in a row: {error}") from error
                 await asyncio.sleep(RETRY_PAUSE_S * 2**fruitless)
-            finally:
-                self._busy[handle.name] -= 1
+
+    async def _attempt(self, request: GroupRequest) -> AsyncIterator[Part]:
+        handle = await self._pick()
+        now = asyncio.get_running_loop().time()
+        self.leases[request.number] = lease = Lease(
+            group=request.number,
+            worker=handle.name,
+            attempt=request.attempt,
+            num_missing=len(request.samples),
+            since=now,
+            renewed=now,
+        )
+        try:
+            async for part in self._parts(handle, request):
+                lease.renewed = asyncio.get_running_loop().time()
+                lease.num_missing -= isinstance(part, Trajectory)
+                yield part
+        finally:
+            self.leases.pop(request.number, None)
+            self._let_go(handle)
 
     async def probe(self, draws: Sequence[tuple[str, int]], max_new_tokens: int, deadline_s: float) -> list[Completion]:
         """Return a short completion of each (environment, index) of the training split; WorkerFailed."""
         attempts = 0
         while True:
             handle = await self._pick()
-            self._busy[handle.name] += 1
             try:
                 return await handle.call("probe", draws, max_new_tokens, deadline_s=deadline_s)
             except WorkerDied:
@@ -102,13 +160,20 @@ class Crew:
                     raise
                 await asyncio.sleep(RETRY_PAUSE_S * 2**attempts)  # until whoever watches has taken it out
             finally:
-                self._busy[handle.name] -= 1
+                self._let_go(handle)
 
     async def _pick(self) -> Handle:
-        while not self._handles:
+        """Return the worker with the fewest groups, which now has one more."""
+        while not self.members:
             self._arrived.clear()
-            await self._arrived.wait()  # freed by `add`, which the watcher calls for every lost worker
-        return self._handles[min(self._handles, key=lambda name: self._busy[name])]
+            await self._arrived.wait()  # freed by `add`, which the keeper calls for every lost worker
+        name = min(self.members, key=lambda name: self._busy[name])
+        self._busy[name] += 1
+        return self.members[name]
+
+    def _let_go(self, handle: Handle) -> None:
+        self._busy[handle.name] -= 1
+        self._freed.set()
 
     async def _parts(self, handle: Handle, request: GroupRequest) -> AsyncIterator[Part]:
         parts = handle.stream("run_group", request)

@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import replace
 
 from areal.contracts.cluster import Handle
 from areal.contracts.messages import Completion, GenerateRequest
-from areal.errors import WorkerDied
+from areal.errors import WorkerDied, WorkerFailed
+
+RECALL_DEADLINE_S = 5.0
+"""For an engine to say whether it knows a request; beyond it the request is made anew."""
 
 
 class EnginePool:
@@ -32,9 +37,26 @@ class EnginePool:
         else:
             self._arrived.clear()
 
-    async def generate(self, request: GenerateRequest) -> Completion:
-        """Return the completion. Raises what the engine says is wrong with the request (ArealError)."""
-        partial: Completion | None = None
+    async def recall(self, request: GenerateRequest) -> Completion:
+        """Return the completion that an earlier attempt at the same episode asked for, if an engine still has it.
+
+        Otherwise it is made. Raises what `generate` raises.
+        """
+        handles = list(self._handles.values())
+        known = await asyncio.gather(*(_knows(handle, request) for handle in handles))
+        for handle in itertools.compress(handles, known):
+            with suppress(WorkerFailed):
+                completion: Completion | None = await handle.call("recall", request)
+                if completion is not None and completion.finish_reason != "interrupted":
+                    return completion
+                return await self.generate(request, completion)
+        return await self.generate(request)
+
+    async def generate(self, request: GenerateRequest, partial: Completion | None = None) -> Completion:
+        """Return the completion, which begins with `partial`, an interrupted one.
+
+        Raises what the engine says is wrong with the request (ArealError).
+        """
         while True:
             remaining = request if partial is None else _remainder(request, partial)
             name, handle = await self._pick()
@@ -86,3 +108,10 @@ def _joined(first: Completion, second: Completion) -> Completion:
         logprobs=first.logprobs + second.logprobs,
         versions=first.versions + second.versions,
     )
+
+
+async def _knows(engine: Handle, request: GenerateRequest) -> bool:
+    try:
+        return await engine.call("knows", request, deadline_s=RECALL_DEADLINE_S)
+    except WorkerFailed:
+        return False

@@ -47,6 +47,8 @@ class GroupRequest:
     """Which samples to make; a resumed group asks only for the missing ones."""
     split: Split = "train"
     greedy: bool = False
+    attempt: int = 0
+    """How often the group was handed out before; engines may still have what an earlier attempt asked for."""
 
 
 class RolloutWorker:
@@ -115,7 +117,10 @@ class RolloutWorker:
         sampling = replace(self._sampling, temperature=0.0) if request.greedy else self._sampling
         uid = f"{request.number}/{sample}"
         seed = episode_seed(self._seed, request.number, sample)
-        client = EpisodeClient(self._engines.generate, self._codec, sampling, uid, seed)
+        # Evaluations use the same numbers again and again, under other weights.
+        again = request.attempt > 0 and request.split == "train"
+        generate = self._engines.recall if again else self._engines.generate
+        client = EpisodeClient(generate, self._codec, sampling, uid, seed)
         outcome = await self._play(self._environments[request.environment], prompt, client)
         if outcome.status == "ok" and not any(turn.token_ids for turn in client.turns):
             outcome = Outcome.error(f"the episode of {request.environment} sampled no tokens; use client.chat")

@@ -8,7 +8,7 @@ import shutil
 from pathlib import Path
 from typing import Protocol
 
-from areal.contracts.cluster import Handle
+from areal.contracts.cluster import Calls
 from areal.errors import JournalError
 
 
@@ -25,7 +25,7 @@ class Ledger(Protocol):
 class Checkpoints:
     """Invariant: the newest checkpoint that the ledger names is whole on disk, whenever the machine stops."""
 
-    def __init__(self, trainer: Handle, ledger: Ledger, folder: Path, keep: int, deadline_s: float) -> None:
+    def __init__(self, trainer: Calls, ledger: Ledger, folder: Path, keep: int, deadline_s: float) -> None:
         self._trainer = trainer
         self._ledger = ledger
         self._folder = folder

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Sequence
 
-from areal.contracts.cluster import Handle
+from areal.contracts.cluster import Calls
 from areal.contracts.component import Component
 from areal.contracts.specs import WarmupSpec
 from areal.errors import ConfigError
@@ -18,7 +18,7 @@ RAMP = 2 / 3
 
 
 async def warm_up(
-    trainer: Handle,
+    trainer: Calls,
     demonstrate: Demonstrate,
     spec: WarmupSpec,
     sft: Component,

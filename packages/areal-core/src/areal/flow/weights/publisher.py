@@ -14,12 +14,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from areal.contracts.cluster import Handle
+from areal.contracts.cluster import Calls, Handle
 from areal.contracts.component import Component
 from areal.contracts.messages import Version
 from areal.contracts.resharder import Resharder
 from areal.contracts.transfer import Layout, Phase, Plan, Receipt, Transfer
-from areal.errors import ArealError, TransferFailed, WorkerFailed
+from areal.errors import ArealError, TrainerLost, TransferFailed, WorkerFailed
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,7 +45,7 @@ class Publisher:
     """Invariant: an engine commits a version only if its checksums equal the sender's, and is always resumed."""
 
     def __init__(
-        self, trainer: Handle, source: Layout, resharder: Component, options: Any, run_dir: str, deadline_s: float
+        self, trainer: Calls, source: Layout, resharder: Component, options: Any, run_dir: str, deadline_s: float
     ) -> None:
         self._trainer = trainer
         self._source = source
@@ -58,7 +58,7 @@ class Publisher:
         self._staged: Staged | None = None
 
     async def stage(self, version: Version, targets: Sequence[Target]) -> Staged:
-        """Send `version` beside the running weights. TransferFailed when the sender failed.
+        """Send `version` beside the running weights. TransferFailed when that fails, TrainerLost with its sender.
 
         The trainer is free for its next step once this returns; the engines may still be reading.
         """
@@ -84,15 +84,19 @@ class Publisher:
         try:
             staged.sent = await sending
         except (ArealError, asyncio.CancelledError) as error:
-            self._plan = None  # the road had a fault: the next publish builds a new one
+            self.forget_plan()
             await staged.roll_back()
-            if isinstance(error, asyncio.CancelledError):
+            if isinstance(error, asyncio.CancelledError | TrainerLost):
                 raise
             raise TransferFailed(
                 f"version {version} was not published, the trainer could not send it: {_said(error)}"
             ) from error
         staged.send_s = time.perf_counter() - began
         return staged
+
+    def forget_plan(self) -> None:
+        """The road had a fault, or begins elsewhere now: the next publish builds a new one."""
+        self._plan = None
 
     def _plan_for(self, targets: Sequence[Target]) -> Plan:
         members = tuple(target.name for target in targets)
