@@ -145,7 +145,8 @@ class Controller:
         fleet = Fleet(workers.engine, crew.use_engines, MAX_RESTARTS)
         trainer, source = await self._start_workers(workers, fleet, crew)
         deadline_s = self._config.training.step_timeout_s
-        checkpoints = Checkpoints(trainer, journal, self._folder.checkpoints, self._config.checkpoint.keep, deadline_s)
+        keep, journal_bytes = self._config.checkpoint.keep, self._config.journal.max_mb * 2**20
+        checkpoints = Checkpoints(trainer, journal, self._folder.checkpoints, keep, deadline_s, journal_bytes)
         if recovery is None:
             await self._warm_up(trainer, crew)
             await checkpoints.save(0)
