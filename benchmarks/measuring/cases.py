@@ -74,7 +74,8 @@ class Case:
             },
             "algorithm": {"name": "grpo", "group_size": self.group_size},
             "sampling": {"max_new_tokens": self.max_new_tokens, "temperature": 1.0},
-            "rollout": {"episode_timeout_s": PATIENCE_S, "quiet_time_s": PATIENCE_S},
+            "rollout": {"episode_timeout_s": PATIENCE_S},
+            "failures": {"quiet_time_s": PATIENCE_S},
             "checkpoint": {"every_steps": 0},
         }
 

@@ -71,14 +71,23 @@ def test_when_no_checkpoint_can_be_read_it_says_so(tmp_path: Path) -> None:
     journal.close()
 
 
-def test_a_damaged_row_of_the_journal_is_named(tmp_path: Path) -> None:
+def test_a_damaged_sample_is_set_aside_and_made_anew(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """The run ends as it would have ended: an inline run makes the same sample again."""
     whole = finished(tmp_path, "grpo")
+    expected = load_file(whole.checkpoint / "model.safetensors")
     with sqlite3.connect(whole.folder / "journal.sqlite") as journal:
-        journal.execute("DELETE FROM consumed WHERE step = 3")
+        journal.execute("DELETE FROM checkpoints WHERE step = 3")
         (group,) = journal.execute("SELECT max(number) FROM groups").fetchone()
         journal.execute(
             "UPDATE trajectories SET body = substr(body, 1, 40) WHERE group_number = ? AND sample = 1", (group,)
         )
     journal.close()
-    with pytest.raises(JournalError, match=f"trajectory {group}/1 in the journal is damaged"):
-        resume(str(whole.folder), console=Console(quiet=True))
+    again = resume(str(whole.folder), console=Console(quiet=True))
+    assert f"sample {group}/1 was set aside in the table damaged and is made anew" in caplog.text
+    found = load_file(again.checkpoint / "model.safetensors")
+    assert all(found[name].equal(tensor) for name, tensor in expected.items())
+    with sqlite3.connect(whole.folder / "journal.sqlite") as journal:
+        assert journal.execute("SELECT group_number, sample, length(body) FROM damaged").fetchall() == [(group, 1, 40)]
+        there = "SELECT count(*) FROM trajectories WHERE group_number = ?"
+        assert journal.execute(there, (group,)).fetchone() == (4,)
+    journal.close()

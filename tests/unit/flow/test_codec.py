@@ -11,10 +11,11 @@ import pytest
 from flow_samples import make_prompt, make_trajectory, make_turn
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from measuring import journal_v1
 
 from areal.contracts.messages import Completion, Outcome, Prompt, Trajectory
 from areal.errors import JournalError
-from areal.flow.buffer.codec import decode_prompt, decode_trajectory, encode_prompt, encode_trajectory
+from areal.flow.buffer.codec import decode_prompt, decode_trajectory, encode_prompt, encode_trajectory, stripped
 
 FLOATS = st.floats(allow_nan=False)  # infinities, denormals and both zeros included
 TEXTS = st.text(st.characters(), max_size=20)  # lone surrogates included: models produce half characters
@@ -60,7 +61,7 @@ TRAJECTORIES = st.builds(
 @example(make_trajectory(0, 0, reward=-0.0))
 @settings(max_examples=100, deadline=None)
 def test_a_trajectory_comes_back_bit_for_bit(trajectory: Trajectory) -> None:
-    again = decode_trajectory(trajectory.group, trajectory.sample, encode_trajectory(trajectory))
+    again = decode_trajectory(trajectory.group, trajectory.sample, *encode_trajectory(trajectory))
     assert again == trajectory
     for before, after in zip(trajectory.turns, again.turns, strict=True):
         assert [bits(value) for value in before.logprobs] == [bits(value) for value in after.logprobs]
@@ -75,7 +76,7 @@ def test_numbers_at_the_edge() -> None:
     turn = Completion(
         uid="u", prompt_ids=(1,), token_ids=(2,) * 5, logprobs=edge, versions=(0,) * 5, finish_reason="length"
     )
-    (again,) = decode_trajectory(0, 0, encode_trajectory(make_trajectory(0, 0, turns=[turn]))).turns
+    (again,) = decode_trajectory(0, 0, *encode_trajectory(make_trajectory(0, 0, turns=[turn]))).turns
     assert [bits(value) for value in again.logprobs] == [bits(value) for value in edge]
 
 
@@ -100,8 +101,60 @@ def test_metadata_that_is_not_json() -> None:
         encode_prompt(prompt)
 
 
-def test_the_text_is_readable_json() -> None:
-    text = encode_trajectory(make_trajectory(3, 1, turns=[make_turn((1,), (2, 3), version=4)]))
-    (turn,) = json.loads(text)["turns"]
-    assert turn["token_ids"] == [2, 3] and turn["versions"] == [4, 4]
-    assert text.isascii()
+def test_what_a_person_reads_is_json() -> None:
+    body, tokens = encode_trajectory(make_trajectory(3, 1, turns=[make_turn((1,), (2, 3), version=4)]))
+    (turn,) = json.loads(body)["turns"]
+    assert turn["lengths"] == [0, 1, 2] and turn["versions"] == [[4, 2]] and turn["types"] == "HHf"
+    assert body.isascii()
+    assert struct.unpack("<HHHff", tokens[:-4]) == (1, 2, 3, -0.25, -0.5), "as docs/journal.md says"
+
+
+def test_a_conversation_is_written_once() -> None:
+    first = make_turn((1, 2), (3, 4))
+    second = make_turn((1, 2, 3, 4, 70_000), (6,))
+    other = make_turn((9, 2, 3), (8,))
+    trajectory = make_trajectory(0, 0, turns=[first, second, other])
+    body, tokens = encode_trajectory(trajectory)
+    assert [turn["lengths"] for turn in json.loads(body)["turns"]] == [[0, 2, 2], [4, 1, 1], [0, 3, 1]]
+    assert decode_trajectory(0, 0, body, tokens) == trajectory
+
+
+@given(TRAJECTORIES)
+@settings(max_examples=50, deadline=None)
+def test_what_schema_1_wrote_is_read(trajectory: Trajectory) -> None:
+    again = decode_trajectory(trajectory.group, trajectory.sample, journal_v1.encode(trajectory), None)
+    assert again == trajectory
+    assert all(type(part) is tuple for turn in again.turns for part in (turn.prompt_ids, turn.logprobs, turn.versions))
+
+
+@given(TRAJECTORIES, st.data())
+@settings(max_examples=100, deadline=None)
+def test_no_changed_byte_goes_unnoticed(trajectory: Trajectory, data: st.DataObject) -> None:
+    body, tokens = encode_trajectory(trajectory)
+    raw = bytearray(body.encode() + tokens)
+    place = data.draw(st.integers(0, len(raw) - 1))
+    raw[place] ^= data.draw(st.integers(1, 255))
+    cut = len(body.encode())
+    changed = bytes(raw[:cut]).decode("utf-8", "surrogateescape"), bytes(raw[cut:])
+    with pytest.raises(JournalError, match=f"trajectory {trajectory.group}/{trajectory.sample} .* is damaged"):
+        decode_trajectory(trajectory.group, trajectory.sample, *changed)
+    with pytest.raises(JournalError, match="is damaged"):
+        decode_trajectory(trajectory.group, trajectory.sample + 1, body, tokens)  # another row's
+    with pytest.raises(JournalError, match="is damaged"):
+        decode_trajectory(trajectory.group, trajectory.sample, body, tokens[: len(tokens) // 2])
+
+
+@given(TRAJECTORIES)
+@settings(max_examples=50, deadline=None)
+def test_without_its_tokens_a_row_says_so(trajectory: Trajectory) -> None:
+    body, _ = encode_trajectory(trajectory)
+    old = journal_v1.encode(trajectory)
+    short = stripped(old)
+    if not trajectory.turns:
+        assert short is None and decode_trajectory(trajectory.group, trajectory.sample, body, None) == trajectory
+        return
+    assert short is not None and stripped(short) is None and stripped(body) is None
+    assert json.loads(short)["outcome"] == json.loads(old)["outcome"]
+    for lost in (body, short):
+        with pytest.raises(JournalError, match=r"has lost its tokens: the journal had grown to journal.max_mb"):
+            decode_trajectory(trajectory.group, trajectory.sample, lost, None)

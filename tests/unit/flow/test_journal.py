@@ -174,10 +174,10 @@ def test_what_cannot_be_opened(tmp_path: Path, path: Path) -> None:
     with pytest.raises(JournalError, match=r"cannot be used: unable to open database file"):
         Journal(tmp_path / "no" / "folder", create=True)
     path.write_bytes(b"this is a text, not a database" * 100)
-    with pytest.raises(JournalError, match=r"cannot be used: file is not a database"):
+    with pytest.raises(JournalError, match=r"is damaged: file is not a database; nothing in it was changed"):
         Journal(path, create=False)
     (tmp_path / "empty").touch()
-    with pytest.raises(JournalError, match=r"cannot be read: no such table: meta"):
+    with pytest.raises(JournalError, match=r"is empty: the run ended before its first step"):
         Journal(tmp_path / "empty", create=False)
 
 
@@ -188,7 +188,7 @@ def test_a_folder_that_cannot_be_written() -> None:
 
 def test_a_journal_is_made_once(path: Path) -> None:
     Journal(path, create=True).close()
-    with pytest.raises(JournalError, match="cannot be used: table meta already exists"):
+    with pytest.raises(JournalError, match="has a journal already; go on with it with areal resume"):
         Journal(path, create=True)
     Journal(path, create=False).close()
 
@@ -202,7 +202,7 @@ def test_another_schema(path: Path, statement: str, there: str) -> None:
     with sqlite3.connect(path) as other:
         other.execute(statement)
     other.close()
-    with pytest.raises(JournalError, match=f"has schema {there}, this AReaL reads 1"):
+    with pytest.raises(JournalError, match=f"has schema {there}, this AReaL reads 1 and 2"):
         Journal(path, create=False)
 
 
@@ -215,10 +215,10 @@ def test_nothing_to_recover(path: Path) -> None:
 
 def test_writing_to_a_locked_or_closed_journal_is_one_sentence(path: Path) -> None:
     journal = Journal(path, create=True)
-    journal._db.execute("PRAGMA busy_timeout=10")  # five seconds by default
+    journal._database._db.execute("PRAGMA busy_timeout=10")  # five seconds by default
     with sqlite3.connect(path, isolation_level=None) as other:
         other.execute("BEGIN IMMEDIATE")
-        with pytest.raises(JournalError, match="cannot be written: database is locked"):
+        with pytest.raises(JournalError, match="cannot be written: database is locked; another process holds it"):
             journal.published(1)
         other.execute("ROLLBACK")
     other.close()

@@ -85,7 +85,7 @@ async def test_stale_groups_are_journalled_even_when_the_rest_does_not_suffice(j
         await fill(buffer, number, version)
     assert buffer.take(3, 3, 4) is None
     assert (buffer.num_ready, buffer.num_stale_dropped) == (2, 1)
-    assert journal._rows("SELECT group_number, step, fate FROM consumed") == [(1, 4, "stale")]
+    assert journal._database.rows("SELECT group_number, step, fate FROM consumed") == [(1, 4, "stale")]
     assert [group.number for group in buffer.take(2, 3, 4) or []] == [0, 2]
 
 
@@ -99,7 +99,7 @@ async def test_groups_that_the_algorithm_passes_over_are_journalled_and_bounded(
         await fill(buffer, number)
     assert buffer.take(3, 0, 1) is None
     assert (buffer.num_ready, buffer.num_passed_over, buffer.num_dropped) == (2, 2, 2)
-    assert journal._rows("SELECT group_number, step, fate FROM consumed") == [
+    assert journal._database.rows("SELECT group_number, step, fate FROM consumed") == [
         (0, 1, "passed_over"),
         (2, 1, "passed_over"),
     ]
@@ -135,7 +135,7 @@ async def test_in_the_order_issued_a_group_that_leaves_is_not_waited_for(journal
     for number, version in ((0, 0), (1, 3), (2, 3), (3, 3)):
         await fill(buffer, number, version)
     assert [group.number for group in buffer.take(2, 3, 4) or []] == [2, 3], "0 is stale, 1 is not wanted"
-    assert journal._rows("SELECT group_number, fate FROM consumed") == [(0, "stale"), (1, "passed_over")]
+    assert journal._database.rows("SELECT group_number, fate FROM consumed") == [(0, "stale"), (1, "passed_over")]
     assert buffer.take(1, 4, 5) is None
 
 

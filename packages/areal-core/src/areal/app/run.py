@@ -138,7 +138,8 @@ class Controller:
         fleet = Fleet(workers.engine, crew.use_engines)
         source = await self._start_workers(workers, seat, fleet, crew)
         deadline_s = self._config.training.step_timeout_s
-        checkpoints = Checkpoints(seat, journal, self._folder.checkpoints, self._config.checkpoint.keep, deadline_s)
+        keep, journal_bytes = self._config.checkpoint.keep, self._config.journal.max_mb * 2**20
+        checkpoints = Checkpoints(seat, journal, self._folder.checkpoints, keep, deadline_s, journal_bytes)
         if recovery is None:
             await self._warm_up(seat, crew)
             await checkpoints.save(0)

@@ -14,6 +14,7 @@ from areal.errors import ArealError
 COMMANDS = {
     "run": "areal.cli.run",
     "resume": "areal.cli.resume",
+    "replay": "areal.cli.replay",
     "workers": "areal.cli.workers",
     "config": "areal.cli.config",
     "plugins": "areal.cli.plugins",

@@ -236,6 +236,14 @@ class Checkpoint(Block):
     """Complete checkpoints kept on disk."""
 
 
+class Journal(Block):
+    """What the run remembers. Invariant: that a sample was trained, and by which step, is never forgotten."""
+
+    max_mb: NonNegativeInt = 4096
+    """Size above which the samples of steps that no kept checkpoint could need again lose their tokens, oldest first;
+    the record that they were trained stays; 0: never."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Selected:
     """A component that the recipe names. Invariant: `path` leads to its block in the recipe."""
@@ -295,6 +303,8 @@ class RunConfig(Block):
     """Measuring on the test split while the run goes on."""
     checkpoint: Checkpoint = Field(default_factory=Checkpoint)
     """Saving the state of the run."""
+    journal: Journal = Field(default_factory=Journal)
+    """The record of all that was issued, finished and trained."""
     trackers: tuple[
         Annotated[
             TrackerChoice,

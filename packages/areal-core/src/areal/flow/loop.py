@@ -309,8 +309,8 @@ class Loop:
         began = self._now()
         self._tasks.start(self._stages.fleet.measure_load())
         settings, version = self._settings, self._step
-        oldest = version - settings.max_staleness if settings.on_excess == "mask" else None
-        request = TrainRequest(step=version + 1, version=version, groups=tuple(groups), oldest_version=oldest)
+        masked_beyond = settings.max_staleness if settings.on_excess == "mask" else None
+        request = TrainRequest.of(version + 1, groups, masked_beyond=masked_beyond)
         trained: dict[str, float] = await self._stages.trainer.call(
             "train", request, deadline_s=settings.step_timeout_s
         )

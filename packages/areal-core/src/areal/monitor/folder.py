@@ -67,8 +67,15 @@ class RunFolder:
             ) from error
         except OSError as error:  # some network file systems have no locks
             _log.warning("%s cannot be locked (%s); take care to run it once at a time", self.path, error.strerror)
-        os.ftruncate(self._lock, 0)
-        os.write(self._lock, str(os.getpid()).encode())
+        try:
+            os.ftruncate(self._lock, 0)
+            os.write(self._lock, str(os.getpid()).encode())
+        except OSError as error:
+            os.close(self._lock)
+            raise JournalError(
+                f"the run's folder {self.path} cannot be written: {error.strerror}; see that its disk has room, and go "
+                f"on with: areal resume {self.path}"
+            ) from error
 
     def unlock(self) -> None:
         """Let other controllers in."""

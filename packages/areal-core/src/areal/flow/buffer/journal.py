@@ -7,39 +7,23 @@ transactions of the operating system's cache, except checkpoints, which are sync
 from __future__ import annotations
 
 import json
-import sqlite3
+import logging
 import time
-from collections.abc import Generator, Iterable, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 from areal.contracts.messages import Group, Prompt, StepReport, Trajectory, Version
 from areal.errors import JournalError
 from areal.flow.buffer.codec import decode_prompt, decode_trajectory, encode_prompt, encode_trajectory
+from areal.flow.buffer.compaction import Compaction
+from areal.flow.buffer.view import JournalView
+
+_log = logging.getLogger(__name__)
 
 Fate = Literal["trained", "stale", "passed_over"]
 """Why a group left the buffer: a step took it, it was too old, or the algorithm did not want it."""
-
-SCHEMA_VERSION = 1
-_SCHEMA = """
-CREATE TABLE meta (key TEXT PRIMARY KEY, value TEXT NOT NULL);
-CREATE TABLE groups (
-    number INTEGER PRIMARY KEY, environment TEXT NOT NULL, prompt_index INTEGER NOT NULL,
-    num_samples INTEGER NOT NULL, issued_version INTEGER NOT NULL, issued_at REAL NOT NULL, prompt TEXT);
-CREATE TABLE trajectories (
-    group_number INTEGER NOT NULL REFERENCES groups, sample INTEGER NOT NULL, status TEXT NOT NULL, reward REAL,
-    min_version INTEGER, num_tokens INTEGER NOT NULL, finished_at REAL NOT NULL, body TEXT NOT NULL,
-    PRIMARY KEY (group_number, sample)) WITHOUT ROWID;
-CREATE TABLE consumed (
-    group_number INTEGER PRIMARY KEY REFERENCES groups, step INTEGER NOT NULL, fate TEXT NOT NULL);
-CREATE TABLE steps (
-    step INTEGER PRIMARY KEY, version INTEGER NOT NULL, finished_at REAL NOT NULL, metrics TEXT NOT NULL);
-CREATE TABLE evaluations (step INTEGER PRIMARY KEY, finished_at REAL NOT NULL, metrics TEXT NOT NULL);
-CREATE TABLE versions (version INTEGER PRIMARY KEY, committed_at REAL NOT NULL);
-CREATE TABLE checkpoints (step INTEGER PRIMARY KEY, path TEXT NOT NULL, completed_at REAL NOT NULL);
-"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,40 +51,23 @@ class Recovery:
     num_dropped: int
 
 
-class Journal:
+class Journal(JournalView):
     """The run's memory. Invariant: what a method has returned from survives the death of every process.
 
     Only the controller writes, and each method is one transaction.
     """
 
     def __init__(self, path: Path, *, create: bool) -> None:
-        if not create and not path.exists():
-            raise JournalError(
-                f"{path.parent} has no journal, so there is nothing to resume; start a run with areal run"
-            )
-        self._path = path
-        try:
-            self._db = sqlite3.connect(path, isolation_level=None)
-            self._db.execute("PRAGMA journal_mode=WAL")
-            self._db.execute("PRAGMA synchronous=NORMAL")
-            if create:
-                self._db.executescript(
-                    f"BEGIN; {_SCHEMA} INSERT INTO meta VALUES ('schema', '{SCHEMA_VERSION}'); COMMIT;"
-                )
-        except sqlite3.Error as error:
-            raise JournalError(f"the journal {path} cannot be used: {error}") from error
-        self._check_schema()
-
-    def _check_schema(self) -> None:
-        found = self._rows("SELECT value FROM meta WHERE key = 'schema'")
-        if found != [(str(SCHEMA_VERSION),)]:
-            there = found[0][0] if found else "none"
-            raise JournalError(f"the journal {self._path} has schema {there}, this AReaL reads {SCHEMA_VERSION}")
+        """Raises JournalError in one sentence; an older journal is brought up to date, a damaged one stays as it is."""
+        if create and path.exists() and path.stat().st_size:
+            raise JournalError(f"{path.parent} has a journal already; go on with it with areal resume")
+        super().__init__(path, "create" if create else "write")
+        self._compaction = Compaction(self._database)
 
     def issued(self, groups: Iterable[Issued]) -> None:
         rows = [(g.number, g.environment, g.prompt_index, g.num_samples, g.issued_version, time.time()) for g in groups]
-        with self._transaction():
-            self._db.executemany("INSERT INTO groups VALUES (?, ?, ?, ?, ?, ?, NULL)", rows)
+        with self._database.transaction() as db:
+            db.executemany("INSERT INTO groups VALUES (?, ?, ?, ?, ?, ?, NULL)", rows)
 
     def finished(self, prompts: Iterable[tuple[int, Prompt]], trajectories: Iterable[Trajectory]) -> None:
         """Record trajectories, and the prompt of each group; a trajectory that is known already is ignored."""
@@ -114,73 +81,79 @@ class Journal:
                 t.min_version,
                 t.num_tokens,
                 now,
-                encode_trajectory(t),
+                *encode_trajectory(t),
             )
             for t in trajectories
         ]
         texts = [(encode_prompt(prompt), number) for number, prompt in prompts]
-        with self._transaction():
-            self._db.executemany("UPDATE groups SET prompt = ? WHERE number = ?", texts)
-            self._db.executemany("INSERT OR IGNORE INTO trajectories VALUES (?, ?, ?, ?, ?, ?, ?, ?)", rows)
+        with self._database.transaction() as db:
+            db.executemany("UPDATE groups SET prompt = ? WHERE number = ?", texts)
+            db.executemany(_KEEP_FIRST, rows)
 
     def dropped(self, numbers: Sequence[int], step: int, fate: Fate = "stale") -> None:
         """Record groups that left the buffer untrained while `step` was being gathered."""
-        with self._transaction():
-            self._db.executemany("INSERT INTO consumed VALUES (?, ?, ?)", [(number, step, fate) for number in numbers])
+        with self._database.transaction() as db:
+            db.executemany("INSERT INTO consumed VALUES (?, ?, ?)", [(number, step, fate) for number in numbers])
 
     def stepped(self, report: StepReport) -> None:
         """Record a training step and, in the same transaction, that it consumed its groups."""
-        with self._transaction():
-            self._db.executemany(
-                "INSERT INTO consumed VALUES (?, ?, 'trained')", [(n, report.step) for n in report.groups]
-            )
+        with self._database.transaction() as db:
+            db.executemany("INSERT INTO consumed VALUES (?, ?, 'trained')", [(n, report.step) for n in report.groups])
             row = (report.step, report.version, time.time(), json.dumps(dict(report.metrics)))
-            self._db.execute("INSERT INTO steps VALUES (?, ?, ?, ?)", row)
+            db.execute("INSERT INTO steps VALUES (?, ?, ?, ?)", row)
 
     def evaluated(self, step: int, metrics: Mapping[str, float]) -> None:
-        with self._transaction():
+        with self._database.transaction() as db:
             row = (step, time.time(), json.dumps(dict(metrics)))
-            self._db.execute("INSERT OR REPLACE INTO evaluations VALUES (?, ?, ?)", row)
+            db.execute("INSERT OR REPLACE INTO evaluations VALUES (?, ?, ?)", row)
 
     def published(self, version: Version) -> None:
-        with self._transaction():
-            self._db.execute("INSERT OR REPLACE INTO versions VALUES (?, ?)", (version, time.time()))
+        with self._database.transaction() as db:
+            db.execute("INSERT OR REPLACE INTO versions VALUES (?, ?)", (version, time.time()))
+
+    def lost(self, worker: str, reason: str, step: int) -> None:
+        """Record that a worker was lost when `step` training steps were done."""
+        kind = worker.rpartition("-")[0] or worker
+        with self._database.transaction() as db:
+            row = (time.time(), step, worker, kind, reason)
+            db.execute("INSERT INTO failures (at, step, worker, kind, reason) VALUES (?, ?, ?, ?, ?)", row)
 
     def checkpointed(self, step: int, path: str) -> None:
         """Move the pointer: everything `path` names is on disk already."""
-        self._db.execute("PRAGMA synchronous=FULL")
-        with self._transaction():
-            self._db.execute("INSERT OR REPLACE INTO checkpoints VALUES (?, ?, ?)", (step, path, time.time()))
-        self._db.execute("PRAGMA synchronous=NORMAL")
-
-    def checkpoints(self) -> list[tuple[int, str]]:
-        """Return (step, path) of the complete checkpoints, oldest first."""
-        return self._rows("SELECT step, path FROM checkpoints ORDER BY step")
+        with self._database.transaction(durable=True) as db:
+            db.execute("INSERT OR REPLACE INTO checkpoints VALUES (?, ?, ?)", (step, path, time.time()))
 
     def forget_checkpoint(self, step: int) -> None:
-        with self._transaction():
-            self._db.execute("DELETE FROM checkpoints WHERE step = ?", (step,))
+        with self._database.transaction() as db:
+            db.execute("DELETE FROM checkpoints WHERE step = ?", (step,))
 
-    def metrics(self, of: Literal["steps", "evaluations"] = "steps") -> list[tuple[int, Mapping[str, float]]]:
-        """Return (step, metrics) of every training step, or of every evaluation, in order."""
-        return [(step, json.loads(text)) for step, text in self._rows(f"SELECT step, metrics FROM {of} ORDER BY step")]
+    def compact(self, oldest_needed_step: int, max_bytes: int) -> bool:
+        """Do a little, some tens of ms at most, to bring the journal below `max_bytes`; return whether there is more.
+
+        Samples consumed by steps up to `oldest_needed_step`, the oldest kept checkpoint's, lose their tokens.
+        """
+        return self._compaction.slice(oldest_needed_step, max_bytes)
 
     def recover(self) -> Recovery:
         """Go back to the last complete checkpoint: what later steps consumed is unconsumed again.
 
-        Raises JournalError when there is no complete checkpoint.
+        A sample whose row is damaged is set aside in the table `damaged` and missing from then on. All that is open
+        is returned, also what a buffer of this process holds already. Raises JournalError when there is no complete
+        checkpoint.
         """
         saved = self.checkpoints()
         if not saved:
-            raise JournalError(f"{self._path.parent} has no complete checkpoint; start the run anew with areal run")
+            raise JournalError(
+                f"{self._database.path.parent} has no complete checkpoint; start the run anew with areal run"
+            )
         step, checkpoint = saved[-1]
-        with self._transaction():
+        with self._database.transaction() as db:
             for table in ("consumed", "steps", "evaluations"):
-                self._db.execute(f"DELETE FROM {table} WHERE step > ?", (step,))
-            self._db.execute("DELETE FROM versions WHERE version > ?", (step,))
-        groups = [self._open_group(*row) for row in self._rows(_OPEN_GROUPS)]
-        ((num_issued,),) = self._rows("SELECT count(*) FROM groups")
-        ((num_dropped,),) = self._rows("SELECT count(*) FROM consumed WHERE fate != 'trained'")
+                db.execute(f"DELETE FROM {table} WHERE step > ?", (step,))
+            db.execute("DELETE FROM versions WHERE version > ?", (step,))
+        groups = [self._open_group(*row) for row in self._database.rows(_OPEN_GROUPS)]
+        ((num_issued,),) = self._database.rows("SELECT count(*) FROM groups")
+        ((num_dropped,),) = self._database.rows("SELECT count(*) FROM consumed WHERE fate != 'trained'")
         return Recovery(
             step=step,
             checkpoint=checkpoint,
@@ -191,7 +164,7 @@ class Journal:
         )
 
     def _open_group(
-        self, number: int, environment: str, index: int, num_samples: int, version: int, prompt: str | None
+        self, number: int, environment: str, index: int, num_samples: int, version: int, text: str | None
     ) -> tuple[Issued, tuple[int, ...], Group | None]:
         issued = Issued(
             number=number,
@@ -200,42 +173,57 @@ class Journal:
             num_samples=num_samples,
             issued_version=version,
         )
-        trajectories = self.trajectories(number)
-        there = {trajectory.sample for trajectory in trajectories}
+        there = self._readable(number)
+        prompt = self._prompt(number, text)
+        if prompt is None and len(there) == num_samples:
+            # Whoever makes a sample brings the prompt along.
+            self._set_aside(number, max(there), "its prompt is not there and comes with a new sample")
+            del there[max(there)]
         missing = tuple(sample for sample in range(num_samples) if sample not in there)
         if missing or prompt is None:
             return issued, missing, None
-        return issued, missing, Group(number=number, prompt=decode_prompt(prompt), trajectories=trajectories)
+        return issued, missing, Group(number=number, prompt=prompt, trajectories=tuple(there.values()))
 
-    def trajectories(self, number: int) -> tuple[Trajectory, ...]:
-        """Return what is finished of one group, in the order of its samples."""
-        rows = self._rows("SELECT sample, body FROM trajectories WHERE group_number = ? ORDER BY sample", number)
-        return tuple(decode_trajectory(number, sample, body) for sample, body in rows)
-
-    def close(self) -> None:
-        self._db.close()
-
-    def _rows(self, query: str, *values: object) -> list[Any]:
-        try:
-            return self._db.execute(query, values).fetchall()
-        except sqlite3.Error as error:
-            raise JournalError(f"the journal {self._path} cannot be read: {error}") from error
-
-    @contextmanager
-    def _transaction(self) -> Generator[None]:
-        try:
-            self._db.execute("BEGIN IMMEDIATE")
+    def _readable(self, number: int) -> dict[int, Trajectory]:
+        """Return a group's trajectories by sample, in order; damaged rows are set aside."""
+        there: dict[int, Trajectory] = {}
+        for sample, body, tokens in self._samples(number):
             try:
-                yield
-                self._db.execute("COMMIT")
-            finally:
-                if self._db.in_transaction:
-                    self._db.execute("ROLLBACK")
-        except sqlite3.Error as error:
-            raise JournalError(f"the journal {self._path} cannot be written: {error}") from error
+                there[sample] = decode_trajectory(number, sample, body, tokens)
+            except JournalError as error:
+                self._set_aside(number, sample, str(error))
+        return there
+
+    def _prompt(self, number: int, text: str | None) -> Prompt | None:
+        try:
+            return None if text is None else decode_prompt(text)
+        except JournalError as error:
+            with self._database.transaction() as db:
+                db.execute(_SET_PROMPT_ASIDE, (time.time(), str(error), number))
+                db.execute("UPDATE groups SET prompt = NULL WHERE number = ?", (number,))
+            _log.warning("%s; it was set aside in the table damaged and is made anew", error)
+            return None
+
+    def _set_aside(self, number: int, sample: int, reason: str) -> None:
+        with self._database.transaction() as db:
+            db.execute(_SET_SAMPLE_ASIDE, (time.time(), reason, number, sample))
+            db.execute("DELETE FROM trajectories WHERE group_number = ? AND sample = ?", (number, sample))
+        _log.warning("sample %d/%d was set aside in the table damaged and is made anew: %s", number, sample, reason)
 
 
+_KEEP_FIRST = """
+INSERT OR IGNORE INTO trajectories
+(group_number, sample, status, reward, min_version, num_tokens, finished_at, body, tokens)
+VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?)
+"""
 _OPEN_GROUPS = """
 SELECT number, environment, prompt_index, num_samples, issued_version, prompt FROM groups
 WHERE number NOT IN (SELECT group_number FROM consumed) ORDER BY number
+"""
+_SET_SAMPLE_ASIDE = """
+INSERT INTO damaged (at, reason, group_number, sample, body, tokens)
+SELECT ?, ?, group_number, sample, body, tokens FROM trajectories WHERE group_number = ? AND sample = ?
+"""
+_SET_PROMPT_ASIDE = """
+INSERT INTO damaged (at, reason, group_number, body) SELECT ?, ?, number, prompt FROM groups WHERE number = ?
 """

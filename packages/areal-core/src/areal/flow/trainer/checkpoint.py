@@ -21,16 +21,28 @@ class Ledger(Protocol):
 
     def forget_checkpoint(self, step: int) -> None: ...
 
+    def compact(self, oldest_needed_step: int, max_bytes: int) -> bool: ...
+
 
 class Checkpoints:
     """Invariant: the newest checkpoint that the ledger names is whole on disk, whenever the machine stops."""
 
-    def __init__(self, trainer: Calls, ledger: Ledger, folder: Path, keep: int, deadline_s: float) -> None:
+    def __init__(
+        self,
+        trainer: Calls,
+        ledger: Ledger,
+        folder: Path,
+        keep: int,
+        deadline_s: float,
+        ledger_bytes: int = 0,
+    ) -> None:
+        """`ledger_bytes`: size above which the ledger drops what no kept checkpoint could need; 0: never."""
         self._trainer = trainer
         self._ledger = ledger
         self._folder = folder
         self._keep = keep
         self._deadline_s = deadline_s
+        self._ledger_bytes = ledger_bytes
 
     async def save(self, step: int) -> Path:
         """Save the trainer's state of `step`; the trainer waits, generation goes on. Returns the folder.
@@ -43,12 +55,29 @@ class Checkpoints:
             return final
         try:
             await self._write(final)
-        except OSError as error:
-            raise JournalError(f"checkpoint {final} cannot be written: {error.strerror or error}") from error
+        except (OSError, JournalError) as error:
+            # What is half written may be what fills the disk, and the journal needs room to close.
+            shutil.rmtree(final.with_suffix(".tmp"), ignore_errors=True)
+            what = (error.strerror if isinstance(error, OSError) else None) or error
+            raise JournalError(
+                f"checkpoint {final} cannot be written: {what}; the one before stays; see that the disk has room and "
+                f"can be written, and go on with: areal resume {self._folder.parent}"
+            ) from error
         # Relative, so that a run's folder can be moved.
         self._ledger.checkpointed(step, f"{self._folder.name}/{name}")
         self._prune()
+        await self._compact()
         return final
+
+    async def _compact(self) -> None:
+        """Let the ledger become small enough, a little at a time: generation goes on."""
+        if not self._ledger_bytes:
+            return
+        oldest, _ = self._ledger.checkpoints()[0]
+        more = True
+        while more:
+            more = self._ledger.compact(oldest, self._ledger_bytes)
+            await asyncio.sleep(0)
 
     async def _write(self, final: Path) -> None:
         unfinished = final.with_suffix(".tmp")

@@ -14,7 +14,7 @@ from areal.contracts.component import Component, import_object
 from areal.contracts.messages import Batch, Completion, Group, Row, Version
 from areal.contracts.specs import BackendContext
 from areal.contracts.transfer import Layout, Receipt, Transfer
-from areal.errors import PluginError
+from areal.errors import ArealError, JournalError, PluginError
 from areal.flow.trainer.critic import Critic, make_critic
 from areal.flow.trainer.parity import compared
 from areal.flow.trainer.reference import Reference, make_reference
@@ -34,6 +34,16 @@ class TrainRequest:
     groups: tuple[Group, ...]
     oldest_version: Version | None = None
     """Tokens sampled before this version are masked out of the loss; None masks nothing."""
+
+    @classmethod
+    def of(cls, step: int, groups: Sequence[Group], *, masked_beyond: int | None) -> TrainRequest:
+        """Return the request of training step `step` (from 1).
+
+        `masked_beyond`: staleness above which tokens are masked out of the loss; None: all count.
+        """
+        version = step - 1
+        oldest = None if masked_beyond is None else version - masked_beyond
+        return cls(step=step, version=version, groups=tuple(groups), oldest_version=oldest)
 
 
 class TrainerWorker:
@@ -171,9 +181,16 @@ class TrainerWorker:
         return self._backend.send(transfer)
 
     def save(self, path: str) -> None:
-        self._backend.save(path)
-        if self._critic is not None:
-            self._critic.save(path)
+        """Write the state into the folder `path`; JournalError, whatever a library's own error is."""
+        try:
+            self._backend.save(path)
+            if self._critic is not None:
+                self._critic.save(path)
+        except ArealError:
+            raise
+        except Exception as error:
+            said = str(error).strip().partition("\n")[0]
+            raise JournalError(f"{type(error).__name__}: {said}") from error
 
     def load(self, path: str) -> None:
         self._backend.load(path)
