@@ -21,6 +21,13 @@ SELECT group_number, sample, CASE WHEN tokens IS NULL THEN body END FROM traject
 WHERE group_number IN (SELECT group_number FROM consumed WHERE step = ?) AND (group_number, sample) > (?, ?)
 ORDER BY group_number, sample LIMIT 64
 """
+# A new row, and not an update: what is left is small, and would keep the page of its own that the whole row had.
+_WITHOUT_TOKENS = """
+INSERT OR REPLACE INTO trajectories
+(group_number, sample, status, reward, min_version, num_tokens, finished_at, body, tokens)
+SELECT group_number, sample, status, reward, min_version, num_tokens, finished_at, coalesce(?, body), NULL
+FROM trajectories WHERE group_number = ? AND sample = ?
+"""
 _NOTE = "INSERT OR REPLACE INTO meta VALUES ('compacted', ?)"
 
 
@@ -55,12 +62,9 @@ class Compaction:
         """Take tokens out until there are few enough, the time is over, or none is left (False)."""
         with self._database.transaction() as db:
             for number, sample, body in self._rows(last_step):
-                if body is None:
-                    where = (number, sample)
-                    db.execute("UPDATE trajectories SET tokens = NULL WHERE group_number = ? AND sample = ?", where)
-                elif (short := stripped(body)) is not None:
-                    values = (short, number, sample)
-                    db.execute("UPDATE trajectories SET body = ? WHERE group_number = ? AND sample = ?", values)
+                short = None if body is None else stripped(body)
+                if body is None or short is not None:
+                    db.execute(_WITHOUT_TOKENS, (short, number, sample))
                 if time.perf_counter() > until or not self._is_too_big(max_bytes):
                     return True
         return False

@@ -26,6 +26,7 @@ class Database:
     def __init__(self, path: Path, mode: Mode) -> None:
         """Open the file; a new one is made only in mode create, and in mode read nothing is written."""
         self.path = path
+        self._again = "start anew with: areal run" if mode == "create" else f"go on with: areal resume {path.parent}"
         try:
             self._db = self._connect(mode)
         except sqlite3.Error as error:
@@ -33,6 +34,7 @@ class Database:
         try:
             self._prepare(mode)
             self.schema = self._check(mode)
+            self._again = f"go on with: areal resume {path.parent}"
         except BaseException as error:
             self._db.close()
             if isinstance(error, sqlite3.Error):
@@ -143,7 +145,7 @@ class Database:
     def _damaged(self, what: str) -> JournalError:
         return JournalError(
             f"the journal {self.path} is damaged: {what}; nothing in it was changed; put a copy of it back, or start a "
-            f"new run with model.path=CHECKPOINT/model from the newest in {self.path.parent / 'checkpoints'} "
+            f"new run from the newest checkpoint in {self.path.parent / 'checkpoints'}: model.path=CHECKPOINT/model "
             "(sqlite3's .recover reads what is left)"
         )
 
@@ -152,18 +154,17 @@ class Database:
         if name.startswith(("SQLITE_CORRUPT", "SQLITE_NOTADB")) or "no such table" in str(error):
             return self._damaged(str(error))
         why = next((what for start, what in _WHY.items() if name.startswith(start)), "")
-        hint = f"; {why.format(run=self.path.parent)}" if why else ""
+        hint = f"; {why}, and {self._again}" if why else ""
         return JournalError(f"the journal {self.path} cannot be {doing}: {error}{hint}")
 
 
-_AGAIN = "and go on with: areal resume {run}"
 _WHY = {
-    "SQLITE_FULL": f"nothing that was journalled is lost; make room on its disk {_AGAIN}",
-    "SQLITE_IOERR": f"nothing that was journalled is lost; look whether its disk is full or failing, {_AGAIN}",
-    "SQLITE_READONLY": f"allow writing in {{run}} {_AGAIN}",
-    "SQLITE_CANTOPEN": "see that its folder is there and can be written, {run}",
+    "SQLITE_FULL": "nothing that was journalled is lost; make room on its disk",
+    "SQLITE_IOERR": "nothing that was journalled is lost; look whether its disk is full or failing",
+    "SQLITE_READONLY": "allow writing in its folder",
+    "SQLITE_CANTOPEN": "see that its folder is there and can be written",
     "SQLITE_BUSY": f"another process holds it locked for more than {LOCK_WAIT_S:g} s (a database browser, sqlite3 in a "
-    f"transaction); end that {_AGAIN}",
+    "transaction); end that",
 }
 """What to do, by the beginning of SQLite's name for the error."""
 

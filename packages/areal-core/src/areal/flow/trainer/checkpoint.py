@@ -59,9 +59,11 @@ class Checkpoints:
             # What is half written may be what fills the disk, and the journal needs room to close.
             shutil.rmtree(final.with_suffix(".tmp"), ignore_errors=True)
             what = (error.strerror if isinstance(error, OSError) else None) or error
+            there = bool(self._ledger.checkpoints())
+            again = f"go on with: areal resume {self._folder.parent}" if there else "start anew with: areal run"
             raise JournalError(
-                f"checkpoint {final} cannot be written: {what}; the one before stays; see that the disk has room and "
-                f"can be written, and go on with: areal resume {self._folder.parent}"
+                f"checkpoint {final} cannot be written: {what}; {'the one before stays; ' if there else ''}see that "
+                f"its disk has room and can be written, and {again}"
             ) from error
         # Relative, so that a run's folder can be moved.
         self._ledger.checkpointed(step, f"{self._folder.name}/{name}")

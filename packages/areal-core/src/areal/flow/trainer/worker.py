@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import random
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -79,8 +80,12 @@ class TrainerWorker:
             self._critic = make_critic(self._algorithm, backend, instance, context)
 
     def prepare(self, function: str, *args: Any) -> Any:
-        """Run the function that a dotted path names in this process, where heavy libraries are at home anyway."""
-        return import_object(function)(*args)
+        """Run the function that a dotted path names in this process, where heavy libraries are at home anyway.
+
+        JournalError when it fails: it writes into the run's folder, and libraries have errors of their own for that.
+        """
+        with _failing_as_one():
+            return import_object(function)(*args)
 
     def start(self) -> Layout:
         self._backend.start()
@@ -182,15 +187,10 @@ class TrainerWorker:
 
     def save(self, path: str) -> None:
         """Write the state into the folder `path`; JournalError, whatever a library's own error is."""
-        try:
+        with _failing_as_one():
             self._backend.save(path)
             if self._critic is not None:
                 self._critic.save(path)
-        except ArealError:
-            raise
-        except Exception as error:
-            said = str(error).strip().partition("\n")[0]
-            raise JournalError(f"{type(error).__name__}: {said}") from error
 
     def load(self, path: str) -> None:
         self._backend.load(path)
@@ -201,6 +201,20 @@ class TrainerWorker:
         for backend in self._instances:
             if isinstance(backend, Closes):
                 backend.close()
+
+
+@contextmanager
+def _failing_as_one() -> Generator[None]:
+    """Let what cannot be written be a JournalError of one line."""
+    try:
+        yield
+    except ArealError:
+        raise
+    except Exception as error:
+        said = str(error).strip().partition("\n")[0]
+        raise JournalError(
+            f"the trainer could not write into the run's folder: {type(error).__name__}: {said}"
+        ) from error
 
 
 def _needs_of(algorithm: object, name: str) -> Needs:
