@@ -16,7 +16,7 @@ from areal.app.resolve import Chosen, Resolved, choose, resolve
 from areal.app.workers import Workers, with_path
 from areal.config import RunConfig, dump, load_recipe
 from areal.contracts.algorithm import SELECTS_GROUPS, SelectsGroups
-from areal.contracts.cluster import Cluster, Handle
+from areal.contracts.cluster import Cluster, Handle, MakesLoop
 from areal.contracts.messages import Group, StepReport, Version
 from areal.contracts.run import RunInfo
 from areal.contracts.specs import TrackerContext
@@ -78,8 +78,10 @@ def _discover(block: Sequence[str]) -> Plugins:
 
 
 def _execute(controller: Controller) -> Summary:
+    cluster = controller.cluster
     try:
-        return asyncio.run(controller.run())
+        with asyncio.Runner(loop_factory=cluster.new_event_loop if isinstance(cluster, MakesLoop) else None) as runner:
+            return runner.run(controller.run())
     except asyncio.CancelledError:
         raise KeyboardInterrupt from None  # the second Ctrl-C
 
@@ -105,6 +107,7 @@ class Controller:
         self._block = block
         self._console = console
         self._resuming = resuming
+        self.cluster = self._make(resolved.cluster)
         self._loop: Loop | None = None
         self._interrupted = False
 
@@ -116,10 +119,9 @@ class Controller:
             journal = Journal(self._folder.journal, create=not self._resuming)
             stack.callback(journal.close)
             recovery = journal.recover() if self._resuming else None
-            cluster: Cluster = self._make(self._resolved.cluster)
-            await cluster.start()
-            stack.push_async_callback(cluster.close)
-            checkpoint = await self._circle(stack, cluster, journal, recovery)
+            await self.cluster.start()
+            stack.push_async_callback(self.cluster.close)
+            checkpoint = await self._circle(stack, self.cluster, journal, recovery)
             steps, evaluations = journal.metrics(), journal.metrics("evaluations")
         summary = Summary(
             name=self._folder.path.name,
