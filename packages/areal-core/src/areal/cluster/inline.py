@@ -99,6 +99,8 @@ class InlineHandle:
 class InlineCluster:
     """Cluster ``inline``. Invariant: nothing runs outside this process, and nothing runs in a second thread."""
 
+    handle_type = InlineHandle
+
     def __init__(self, options: Options, run_dir: str) -> None:
         self._handles: list[InlineHandle] = []
         self._ending: list[asyncio.Task[None]] = []
@@ -121,7 +123,7 @@ class InlineCluster:
         except Exception as error:
             traceback.print_exc()
             raise WorkerFailed(f"{spec.name} did not start: {type(error).__name__}: {error}") from error
-        handle = InlineHandle(spec.name, worker, self._deaths.put_nowait)
+        handle = self.handle_type(spec.name, worker, self._deaths.put_nowait)
         self._handles.append(handle)
         if isinstance(worker, Ends):
             self._ending.append(asyncio.create_task(self._end_with(worker, handle)))

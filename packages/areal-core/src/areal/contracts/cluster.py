@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol, runtime_checkable
@@ -81,3 +82,15 @@ class Cluster(Protocol):
         ...
 
     async def close(self) -> None: ...
+
+
+@runtime_checkable
+class MakesLoop(Protocol):
+    """Optional: a cluster on which the controller runs in an event loop of its making, such as a virtual clock.
+
+    Invariant: whatever the loop's clock says, work outside of it is waited for.
+    """
+
+    def new_event_loop(self) -> asyncio.AbstractEventLoop:
+        """Return a new loop; the whole run, `start` included, happens in it."""
+        ...
