@@ -33,6 +33,15 @@ class Receiver(Protocol):
 
 
 @runtime_checkable
+class Interrupts(Protocol):
+    """Optional: a receiver that need not wait for a sender that is gone. Invariant: safe from any thread."""
+
+    def interrupt(self) -> None:
+        """Make the `receive` that runs end soon, with TransferFailed: the version was rolled back."""
+        ...
+
+
+@runtime_checkable
 class Resharder(Protocol):
     """Made as ``factory(options, run_dir)`` on the controller and, from the plan alone, beside each member.
 

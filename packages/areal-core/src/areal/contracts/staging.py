@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from areal.contracts.messages import Version
-from areal.contracts.resharder import Receiver
+from areal.contracts.resharder import Interrupts, Receiver
 from areal.contracts.transfer import Receipt, Transfer, checksum
 from areal.errors import TransferFailed
 
@@ -80,6 +80,8 @@ class Staging:
         """Forget what is staged or on its way."""
         self._attempt = object()
         self._staged, self._version = {}, None
+        if isinstance(self._receiver, Interrupts):
+            self._receiver.interrupt()
 
     def close(self) -> None:
         """Forget everything and close the receiver."""
@@ -108,10 +110,11 @@ class Staging:
         checksums: dict[str, int] = {}
         owners: dict[int, str] = {}
         receiver = self._receiver_of(transfer)
-        for name, tensor in receiver.receive(transfer.version, end - time.monotonic()):
+        arriving = receiver.receive(transfer.version, end - time.monotonic())
+        self._go_on_with(attempt, transfer.version, end)  # from here on `drop` can interrupt it
+        for name, tensor in arriving:
             parameter = self._check(name, tensor)
-            if attempt is not self._attempt or time.monotonic() > end:
-                raise TransferFailed(f"engine {self._name!r} gave up version {transfer.version} before it was whole")
+            self._go_on_with(attempt, transfer.version, end)
             checksums[name] = checksum(tensor)
             first = owners.setdefault(id(parameter), name)
             if checksums[first] != checksums[name]:
@@ -124,6 +127,10 @@ class Staging:
             more = f" and {len(names) - 1} more" if len(names) > 1 else ""
             raise TransferFailed(f"version {transfer.version} arrived without {names[0]!r}{more}")
         return staged, checksums
+
+    def _go_on_with(self, attempt: object, version: Version, end: float) -> None:
+        if attempt is not self._attempt or time.monotonic() > end:
+            raise TransferFailed(f"engine {self._name!r} gave up version {version} before it was whole")
 
     def _check(self, name: str, tensor: Tensor) -> Tensor:
         parameter = self._parameters.get(name)

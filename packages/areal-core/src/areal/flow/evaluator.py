@@ -39,6 +39,12 @@ class Evaluator:
         if self._running is not None:
             await self._running
 
+    def abandon(self) -> None:
+        """Forget the evaluation that runs: its step is taken back."""
+        if self._running is not None:
+            self._running.cancel()
+            self._running = None
+
     async def _evaluate(self, step: int, committed: Callable[[], Awaitable[None]]) -> None:
         await committed()  # the engines may still be reading this step's weights
         groups = await evaluate(self._crew, some_prompts(self._crew.num_prompts, "test", self._num_prompts))

@@ -131,6 +131,7 @@ class Loop:
         self._tasks: TaskSet
         self._unfinished: Sequence[Issued] = ()
         self._issuing: asyncio.Task[None] | None = None
+        self._rolling: dict[asyncio.Task[None], Issued] = {}
         self._vitals = Vitals()
         self._parity: dict[str, float] = {}
         self._has_stalled = False
@@ -165,7 +166,7 @@ class Loop:
             groups = [self._next_group(first + offset) for offset in range(num_groups)]
             stages.buffer.expect(groups)
             for issued in groups:
-                self._tasks.start(self._roll(issued))
+                self._start(issued)
 
     def _next_group(self, number: int) -> Issued:
         environment, index = self._stages.mixture.next()
@@ -177,10 +178,15 @@ class Loop:
             issued_version=self._stages.pacing.served,
         )
 
+    def _start(self, issued: Issued) -> None:
+        rolling = self._tasks.start(self._roll(issued))
+        self._rolling[rolling] = issued
+        rolling.add_done_callback(self._rolling.pop)
+
     async def _roll(self, issued: Issued) -> None:
         """Have one group's missing samples made. Waits for a rollout worker, which waits for engines.
 
-        A group of an earlier run waits for its turn first, brought by a published version.
+        A group that was issued before the run went back waits for its turn first, brought by a published version.
         """
         await self._stages.pacing.turn_of(issued.number)
         buffer = self._stages.buffer
@@ -220,7 +226,7 @@ class Loop:
             self._observer.alarmed(self._step, broken)
         unfinished, self._unfinished = self._unfinished, ()
         for issued in unfinished:
-            self._tasks.start(self._roll(issued))
+            self._start(issued)
         self._issuing = self._issuing or self._tasks.start(self._issue_forever())
 
     async def _one_step(self) -> None:
@@ -243,6 +249,7 @@ class Loop:
     async def _go_back(self, reason: str) -> None:
         """Go on from the newest checkpoint with another trainer: engines stay, and so do all finished samples."""
         stages = self._stages
+        stages.evaluator.abandon()
         await stages.keeper.trainer_lost(reason)
         await stages.publishing.committed()
         stages.buffer.flush()
@@ -251,9 +258,20 @@ class Loop:
         stages.publishing.begin_anew()
         stages.buffer.rewind(recovery.complete)
         stages.pacing.rewind(recovery.step, recovery.num_dropped)
+        await self._hold_back()
         self._step = stages.keeper.step = self._measured_at = recovery.step
         self._observer.went_back(recovery.step)
         await self._open()
+
+    async def _hold_back(self) -> None:
+        """Stop groups whose turn has not come any more: the older weights' tokens would be too old in their turn."""
+        is_turn_of = self._stages.pacing.is_turn_of
+        early = {rolling: issued for rolling, issued in self._rolling.items() if not is_turn_of(issued.number)}
+        for rolling in early:
+            rolling.cancel()
+        await asyncio.gather(*early, return_exceptions=True)
+        for issued in early.values():
+            self._start(issued)
 
     async def _measure_parity(self) -> str:
         """Compare engines and trainer on a few prompts; return what is wrong with them, or an empty string.

@@ -60,7 +60,7 @@ class Publishing:
     async def committed(self) -> None:
         """Wait until the last publish is committed; its own deadlines end it."""
         if self._committing is not None:
-            await self._committing
+            await asyncio.shield(self._committing)  # whoever waits may be told not to; the commit goes on
 
     def begin_anew(self) -> None:
         """Another trainer sends from now on."""

@@ -173,13 +173,19 @@ class CollectiveReceiver:
     def __init__(self, plan: Plan, member: int) -> None:
         self._plan = plan
         self._member = member
+        self._deadline = Deadline(0.0)
         self._specs = wire_specs(plan)
         self._group: Group | None = None
         self._token = ""
 
     def receive(self, version: Version, deadline_s: float) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield the tensors in the memory that the collective moves: the CPU's for gloo; TransferFailed."""
-        return self._read(version, Deadline(deadline_s))
+        self._deadline = Deadline(deadline_s)
+        return self._read(version, self._deadline)
+
+    def interrupt(self) -> None:
+        """Wait no longer."""
+        self._deadline.end()
 
     def close(self) -> None:
         """Leave the group. Idempotent."""

@@ -127,13 +127,19 @@ class DiskReceiver:
     def __init__(self, plan: Plan, member: int) -> None:
         self._plan = plan
         self._member = member
+        self._deadline = Deadline(0.0)
         self._folder = Path(plan.details["folder"])
         self._files = split(wire_specs(plan), plan.details["max_file_bytes"])
         self._waiter = Waiter(self._folder, plan.uid)
 
     def receive(self, version: Version, deadline_s: float) -> Iterator[tuple[str, torch.Tensor]]:
         """Wait for the version and yield its tensors, mapped from the files, on the CPU; TransferFailed."""
-        return self._read(version, Deadline(deadline_s))
+        self._deadline = Deadline(deadline_s)
+        return self._read(version, self._deadline)
+
+    def interrupt(self) -> None:
+        """Wait no longer."""
+        self._deadline.end()
 
     def close(self) -> None:
         """Nothing is held between versions."""

@@ -217,6 +217,7 @@ class ShmReceiver:
     def __init__(self, plan: Plan, member: int) -> None:
         self._plan = plan
         self._member = member
+        self._deadline = Deadline(0.0)
         self._specs = wire_specs(plan)
         self._places, self._size = segment_places(self._specs)
         self._folder = plan_folder(plan.uid)
@@ -227,7 +228,12 @@ class ShmReceiver:
 
         Raises TransferFailed when the sender gives up, dies, or does not publish in `deadline_s` seconds.
         """
-        return self._read(version, Deadline(deadline_s))
+        self._deadline = Deadline(deadline_s)
+        return self._read(version, self._deadline)
+
+    def interrupt(self) -> None:
+        """Wait no longer."""
+        self._deadline.end()
 
     def close(self) -> None:
         """Remove what a dead sender left; nothing is held between versions."""

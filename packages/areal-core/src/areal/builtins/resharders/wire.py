@@ -19,7 +19,7 @@ FIRST_POLL_S, LAST_POLL_S = 0.001, 0.01
 
 
 class Deadline:
-    """Invariant: `left_s` never rises and is never negative."""
+    """Invariant: `left_s` never rises and is never negative; `end` may come from another thread."""
 
     def __init__(self, seconds: float) -> None:
         self.seconds = seconds
@@ -32,6 +32,10 @@ class Deadline:
     @property
     def left_s(self) -> float:
         return max(0.0, self.seconds - self.elapsed_s)
+
+    def end(self) -> None:
+        """Let it pass now."""
+        self.seconds = 0.0
 
     def poll(self, look: Callable[[], T | None]) -> T | None:
         """Call `look` until it returns something; None when the time is over."""

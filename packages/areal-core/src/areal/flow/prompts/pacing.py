@@ -56,13 +56,17 @@ class Pacing:
         self._num_dropped += num_groups
         self._changed.set()
 
+    def is_turn_of(self, number: int) -> bool:
+        """Return whether a group that is made now cannot be too old when its turn to be trained comes."""
+        return number - self._num_dropped < (self._served + self._max_staleness + 1) * self._batch_size
+
     async def turn_of(self, number: int) -> None:
         """Wait until group `number` may be made: at once for one that was just issued; freed by `publish` and `drop`.
 
         After a resume the engines serve older weights than when an unfinished group was issued: made at once, it
         could be too old when its turn comes.
         """
-        while number - self._num_dropped >= (self._served + self._max_staleness + 1) * self._batch_size:
+        while not self.is_turn_of(number):
             self._changed.clear()
             await self._changed.wait()
 

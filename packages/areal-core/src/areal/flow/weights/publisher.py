@@ -9,7 +9,6 @@ engines     pause ─ receive(commit) ─ resume        each on its own, resume 
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -62,7 +61,7 @@ class Publisher:
 
         The trainer is free for its next step once this returns; the engines may still be reading.
         """
-        began = time.perf_counter()
+        began = asyncio.get_running_loop().time()
         transfer = Transfer(
             phase="stage",
             version=version,
@@ -91,7 +90,7 @@ class Publisher:
             raise TransferFailed(
                 f"version {version} was not published, the trainer could not send it: {_said(error)}"
             ) from error
-        staged.send_s = time.perf_counter() - began
+        staged.send_s = asyncio.get_running_loop().time() - began
         return staged
 
     def forget_plan(self) -> None:
@@ -124,9 +123,9 @@ class Staged:
 
     async def commit(self) -> Published:
         """Wait for the engines' receipts and make the version the running one wherever it arrived whole."""
-        began = time.perf_counter()
+        began = asyncio.get_running_loop().time()
         receipts = await asyncio.gather(*self._receiving, return_exceptions=True)
-        received_s = time.perf_counter() - began
+        received_s = asyncio.get_running_loop().time() - began
         results = await asyncio.gather(
             *(
                 self._commit_one(member, target, receipt)
@@ -140,7 +139,7 @@ class Staged:
             metrics={
                 "weights/send_s": self.send_s,
                 "weights/receive_s": received_s,
-                "weights/commit_s": time.perf_counter() - began - received_s,
+                "weights/commit_s": asyncio.get_running_loop().time() - began - received_s,
                 "weights/bytes": float(self.sent.num_bytes),
             },
         )
