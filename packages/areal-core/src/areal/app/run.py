@@ -12,7 +12,7 @@ from pathlib import Path
 
 from rich.console import Console
 
-from areal.app.resolve import Chosen, Resolved, choose, resolve
+from areal.app.resolve import Chosen, Resolved, at_address, choose, resolve
 from areal.app.workers import Workers, with_path
 from areal.config import RunConfig, dump, load_recipe
 from areal.contracts.algorithm import SELECTS_GROUPS, SelectsGroups
@@ -60,11 +60,22 @@ def run(config: RunConfig, *, block: Sequence[str] = (), console: Console | None
     return _execute(Controller(resolved, plugins, folder, block, console or Console(), resuming=False))
 
 
-def resume(run: str, *, runs_dir: str = "runs", block: Sequence[str] = (), console: Console | None = None) -> Summary:
-    """Go on with a run from its last checkpoint. Raises ArealError in one sentence."""
+def resume(
+    run: str,
+    *,
+    runs_dir: str = "runs",
+    address: str | None = None,
+    block: Sequence[str] = (),
+    console: Console | None = None,
+) -> Summary:
+    """Go on with a run from its last checkpoint. Raises ArealError in one sentence.
+
+    `address`: of the cluster, where it is another than the recipe's.
+    """
     folder = RunFolder.find(run, runs_dir)
     plugins = _discover(block)
-    resolved = resolve(load_recipe(str(folder.config), resolve=plugins.resolve), plugins)
+    config = load_recipe(str(folder.config), resolve=plugins.resolve)
+    resolved = resolve(at_address(config, address, plugins), plugins)
     return _execute(Controller(resolved, plugins, folder, block, console or Console(), resuming=True))
 
 
@@ -197,6 +208,7 @@ class Controller:
             workers.model_is_there.set()
             return trainer, await trainer.call("start", deadline_s=START_DEADLINE_S)
 
+        await workers.reserve()
         replicas = [fleet.add() for _ in range(self._config.engine.replicas)]
         players = [crew.add() for _ in range(self._config.rollout.workers)]
         started, _ = await asyncio.gather(start_trainer(), asyncio.gather(*replicas, *players))
