@@ -20,6 +20,8 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("HF_DATASETS_OFFLINE", "1")
 os.environ.setdefault("MPLBACKEND", "Agg")
+# Ray reads it when it is imported; with it, clusters of several nodes can be joined.
+os.environ.setdefault("RAY_AUTH_MODE", "token")
 
 
 COMPANIONS = ("areal-vllm", "areal-sglang", "areal-fsdp2", "areal-ascend")

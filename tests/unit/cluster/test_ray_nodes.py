@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import subprocess
+import sys
 import time
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -39,13 +41,13 @@ def rooms(least: int) -> list[Room]:
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def joined(ray_nodes: Nodes, tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Site]:
-    ray_nodes.head(train=1)
-    ray_nodes.add(infer=1)
-    ray_nodes.add(infer=1)
     run_dir = tmp_path_factory.mktemp("run")
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PYTHONPATH", str(Path(__file__).parent), prepend=os.pathsep)
         patch.setenv("RAY_AUTH_TOKEN", TOKEN)
+        ray_nodes.head(train=1)
+        ray_nodes.add(infer=1)
+        ray_nodes.add(infer=1)
         options = RayOptions(address=ray_nodes.address, reserve_timeout_s=2.0)
         made = Site(RayCluster(options, str(run_dir)), run_dir)
         await made.cluster.start()
@@ -75,6 +77,16 @@ async def test_a_run_that_does_not_fit_is_told_what_to_start(cluster: RayCluster
     assert "needs at least 1 x 1 'train' (trainer) and 3 x 1 'infer' (engine)" in said
     assert "1 'train' (1 free) and 2 'infer' (2 free) on 3 node(s)" in said
     assert "ray start --address=" in said and """--resources='{"infer": 1}'""" in said
+
+
+async def test_another_token_is_refused_in_one_sentence(ray_nodes: Nodes, tmp_path: Path) -> None:
+    said = f"the Ray cluster at {ray_nodes.address!r} could not be joined: it does not accept our token; set RAY_AUTH"
+    code = "import asyncio, sys; from areal.cluster.ray import *; "
+    code += "asyncio.run(RayCluster(RayOptions(address=sys.argv[1]), sys.argv[2]).start())"
+    wrong = {**os.environ, "RAY_AUTH_TOKEN": "0" * 64}
+    command = [sys.executable, "-c", code, ray_nodes.address, str(tmp_path)]
+    ended = await asyncio.to_thread(subprocess.run, command, env=wrong, capture_output=True, text=True, timeout=60)
+    assert said in ended.stderr
 
 
 async def test_what_fits_is_reserved_and_engines_spread(cluster: RayCluster) -> None:

@@ -9,6 +9,7 @@ import secrets
 import shlex
 import time
 from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +35,8 @@ SPAWN_DEADLINE_S = 300.0
 """A worker imports torch and its engine while others do the same on a small machine."""
 AUTOPSY_DEADLINE_S = 10.0
 """Another machine is asked by a task, for which Ray may have to start an interpreter there."""
+LAST_WORD_S = 5.0
+"""Fast health checks give a machine up sooner; nothing of its worker is awaited meanwhile."""
 STATUS_S = 0.5
 """The kernel knows a status once the process has been reaped, moments after its connections broke."""
 TOGETHER_S = 3.0
@@ -102,12 +105,11 @@ class RayCluster:
             )
 
     def _why_not_connected(self, error: Exception) -> str:
-        said = " ".join(str(error).split())
-        address = self._options.address
+        said, address = " ".join(str(error).split()), self._options.address
         if not address:
             return f"Ray could not be started on this machine: {said}"
-        if "auth" in said.lower():
-            said = f"it asks for another token; set RAY_AUTH_MODE and RAY_AUTH_TOKEN_PATH here as on its nodes ({said})"
+        if "InvalidAuthToken" in f"{error} {error.__cause__}":
+            said = "it does not accept our token; set RAY_AUTH_MODE and RAY_AUTH_TOKEN_PATH here as on its nodes"
         return f"the Ray cluster at {address!r} could not be joined: {said}"
 
     async def reserve(self, rooms: Sequence[Room]) -> Mapping[str, int]:
@@ -180,7 +182,8 @@ class RayCluster:
         try:
             said = await handle.life()
             reason = with_tail(said, (await self._remains(handle.process)).tail)
-        except RayError as error:
+        except RayError as first:
+            error = await _last_word(handle, first)
             handle.is_gone = not isinstance(error, ActorUnavailableError)
             killed = ENDED_BY_US if handle.was_killed else ""
             reason = killed or await self._cause(handle.name, error, handle.process, ending)
@@ -251,6 +254,19 @@ def runtime_env(python: str) -> dict[str, str] | None:
     folder and the script's, and what PYTHONPATH says.
     """
     return {"py_executable": shlex.quote(python)} if python else None
+
+
+async def _last_word(handle: RayHandle, error: RayError) -> RayError:
+    """Return what Ray says once it is sure: of a machine that has just died, and in vain of one that is cut off."""
+    with suppress(TimeoutError):
+        async with asyncio.timeout(LAST_WORD_S):
+            while isinstance(error, ActorUnavailableError):
+                try:
+                    await handle.life()
+                except RayError as later:
+                    error = later
+                await asyncio.sleep(0.1)
+    return error
 
 
 async def _status(ending: Ending) -> int | None:
