@@ -88,14 +88,15 @@ class Nodes:
 
     def _start(self, ip: str, arguments: list[str], resources: Mapping[str, float]) -> Node:
         ray = Path(sys.executable).with_name("ray")
-        namespace = ["ip", "netns", "exec", self._namespaces[ip]] if ip in self._namespaces else []
-        command = [*namespace, str(ray), "start", "--block", "--num-cpus=2", "--object-store-memory=100000000"]
+        command = [str(ray), "start", "--block", "--num-cpus=2", "--object-store-memory=100000000"]
         command += ["--disable-usage-stats", f"--node-ip-address={ip}", f"--resources={json.dumps(resources)}"]
+        command += arguments
+        if namespace := self._namespaces.get(ip):  # another machine has another name, too
+            renamed = ["unshare", "--uts", "sh", "-c", f'hostname {namespace}; exec "$0" "$@"']
+            command = ["ip", "netns", "exec", namespace, *renamed, *command]
         with (self.folder / f"node-{len(self.nodes)}.out").open("wb") as output:
             environment = {**os.environ, **FAST_HEALTH_CHECKS, "RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": TOKEN}
-            process = subprocess.Popen(
-                [*command, *arguments], env=environment, stdout=output, stderr=output, start_new_session=True
-            )
+            process = subprocess.Popen(command, env=environment, stdout=output, stderr=output, start_new_session=True)
         self.nodes.append(Node(process))
         give_up = time.monotonic() + START_S
         # One after the other: two that start at once under one folder get into each other's way.
