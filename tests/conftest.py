@@ -4,10 +4,12 @@ import os
 import site
 import sys
 import venv
+from collections.abc import Iterator
 from importlib import metadata
 from pathlib import Path
 
 import pytest
+from ray_nodes import Nodes
 
 # The user's own settings must not decide what is tested.
 for name in ("AREAL_BLOCK", "AREAL_DEBUG_MODE", "AREAL_HOME"):
@@ -18,6 +20,8 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("HF_DATASETS_OFFLINE", "1")
 os.environ.setdefault("MPLBACKEND", "Agg")
+# Ray reads it when it is imported; with it, clusters of several nodes can be joined.
+os.environ.setdefault("RAY_AUTH_MODE", "token")
 
 
 COMPANIONS = ("areal-vllm", "areal-sglang", "areal-fsdp2", "areal-ascend")
@@ -32,6 +36,14 @@ def other_python(tmp_path_factory: pytest.TempPathFactory) -> Path:
     ours = [*site.getsitepackages(), *(path for path in sys.path if path.endswith("src"))]
     (folder / "lib" / version / "site-packages" / "ours.pth").write_text("\n".join(ours) + "\n")
     return folder / "bin" / "python"
+
+
+@pytest.fixture(scope="module")
+def ray_nodes() -> Iterator[Nodes]:
+    """A Ray cluster of several nodes on this machine, without any yet."""
+    nodes = Nodes()
+    yield nodes
+    nodes.close()
 
 
 @pytest.fixture

@@ -22,8 +22,9 @@ DEADLINE_S = 180
 Processes = list[subprocess.Popen[str]]
 
 
-def start(folder: Path, *arguments: str) -> subprocess.Popen[str]:
-    environment = {**os.environ, "COLUMNS": "100"}
+def start(folder: Path, *arguments: str, **variables: str) -> subprocess.Popen[str]:
+    environment = {name: value for name, value in os.environ.items() if name != "RAY_AUTH_MODE"}
+    environment |= {"COLUMNS": "100", **variables}
     return subprocess.Popen(
         [sys.executable, "-m", "areal.cli.main", *arguments],
         cwd=folder,

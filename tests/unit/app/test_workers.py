@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast
 
@@ -11,7 +12,7 @@ import pytest
 from areal.app.resolve import resolve
 from areal.app.workers import Workers, announce_engine_process
 from areal.config import RunConfig
-from areal.contracts.cluster import Cluster, Handle, WorkerSpec
+from areal.contracts.cluster import Cluster, Handle, Room, WorkerSpec
 from areal.contracts.specs import EngineContext
 from areal.monitor.folder import RunFolder
 from areal.plugins import discover
@@ -69,7 +70,27 @@ async def test_devices_and_cores_of_an_engine(
         "engine": str(threads),
         "rollout": "1",
     }
-    assert specs["engine"].resources == {"infer": 1.0}, "the CPU is shared"
+    assert specs["engine"].resources == {"infer": devices}, "the CPU is shared"
+
+
+class Holder(Recorder):
+    """A cluster that can be full. Invariant: `rooms` is what it was asked to hold."""
+
+    async def reserve(self, rooms: Sequence[Room]) -> Mapping[str, int]:
+        self.rooms = list(rooms)
+        return {}
+
+
+async def test_room_for_everybody_is_reserved(tmp_path: Path) -> None:
+    groups = {"train": {"num_nodes": 1, "gpus_per_node": 1}, "infer": {"num_nodes": 2, "gpus_per_node": 4}}
+    config = RunConfig.model_validate({"device": "cpu", "resources": groups, "engine": {"replicas": 4}})
+    holder, resolved = Holder(), resolve(config, discover())
+    await Workers(resolved, config.model, cast(Cluster, holder), RunFolder(tmp_path), ()).reserve()
+    assert holder.rooms == [
+        Room(kind="trainer", resources={"train": 1.0}, count=1, least=1),
+        Room(kind="engine", resources={"infer": 2.0}, count=4, least=1),
+    ]
+    await Workers(resolved, config.model, cast(Cluster, Recorder()), RunFolder(tmp_path), ()).reserve()
 
 
 async def test_only_engines_run_in_another_interpreter(tmp_path: Path, other_python: Path) -> None:

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import ctypes
 import os
+import signal
 import sys
 import threading
+import time
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -123,3 +126,39 @@ def refuses(*_: Any) -> None:
 
 def breaks(*_: Any) -> None:
     raise ValueError("a bad value")
+
+
+def leaves(*_: Any) -> None:
+    os._exit(3)
+
+
+class Mortal(Worker):
+    """Dies and hangs in many ways. Invariant: the way is the one that it was told."""
+
+    async def die(self, way: str) -> None:
+        if way == "os._exit":
+            os._exit(3)
+        if way == "sys.exit":  # in a callback, which is nobody's call: the event loop itself ends
+            asyncio.get_running_loop().call_soon(sys.exit, 4)
+        elif way == "crash":
+            ctypes.string_at(0)
+        elif way == "abort":
+            os.abort()
+        else:
+            os.kill(os.getpid(), getattr(signal, way))
+        await asyncio.sleep(60)
+
+    async def block_the_loop(self) -> None:
+        time.sleep(60)  # noqa: ASYNC251 -- that is the fault
+
+    async def hold_the_interpreter(self) -> None:
+        ctypes.PyDLL(None).sleep(60)
+
+    def spin(self, seconds: float) -> None:
+        until = time.monotonic() + seconds
+        while time.monotonic() < until:
+            pass
+
+    def take_memory(self, num_bytes: int) -> None:
+        self.taken = b"\1" * num_bytes
+        time.sleep(60)

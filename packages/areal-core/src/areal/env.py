@@ -21,6 +21,14 @@ def cache_dir() -> str:
     return os.environ.get("AREAL_HOME") or os.path.join(os.path.expanduser("~"), ".cache", "areal")
 
 
+def node_address() -> str:
+    """Where other machines reach this one: ``AREAL_NODE_ADDRESS``, which the cluster sets in its workers.
+
+    This machine's own loopback where there are no others.
+    """
+    return os.environ.get("AREAL_NODE_ADDRESS") or "127.0.0.1"
+
+
 def apply(variables: Mapping[str, str]) -> None:
     """Set variables for this process and its children; call before importing the library they are for."""
     os.environ.update(variables)

@@ -88,6 +88,23 @@ def resolve(config: RunConfig, plugins: Plugins) -> Resolved:
     )
 
 
+def at_address(config: RunConfig, address: str | None, plugins: Plugins) -> RunConfig:
+    """Return the recipe with its cluster at this address; None leaves it as it is.
+
+    ConfigError when the cluster is of a kind that has no address.
+    """
+    if address is None:
+        return config
+    name = _cluster_name(config)
+    if "address" not in plugins.resolve("cluster", name).options_class().model_fields:
+        raise ConfigError(
+            f"--address {address} names a cluster to join and the cluster {name!r} joins none; use --cluster ray "
+            "(without AREAL_DEBUG_MODE), or leave --address out"
+        )
+    joined = config.cluster.model_copy(update={"address": address})
+    return config.model_copy(update={"cluster": joined})
+
+
 def choose(plugins: Plugins, kind: str, name: str, table: dict[str, Any]) -> Chosen:
     """Return one component with its validated options; ConfigError names the key that is wrong."""
     component = plugins.resolve(kind, name)

@@ -15,7 +15,7 @@ from rich.console import Console
 from areal.app.assembly import Assembly, mixture_of
 from areal.app.control import serve_control
 from areal.app.observer import RunObserver
-from areal.app.resolve import Chosen, Resolved, resolve
+from areal.app.resolve import Chosen, Resolved, at_address, resolve
 from areal.app.workers import Workers, with_path
 from areal.config import RunConfig, dump, load_recipe
 from areal.contracts.cluster import Cluster, MakesLoop
@@ -52,11 +52,22 @@ def run(config: RunConfig, *, block: Sequence[str] = (), console: Console | None
     return _execute(Controller(resolved, plugins, folder, block, console or Console(), resuming=False))
 
 
-def resume(run: str, *, runs_dir: str = "runs", block: Sequence[str] = (), console: Console | None = None) -> Summary:
-    """Go on with a run from its last checkpoint. Raises ArealError in one sentence."""
+def resume(
+    run: str,
+    *,
+    runs_dir: str = "runs",
+    address: str | None = None,
+    block: Sequence[str] = (),
+    console: Console | None = None,
+) -> Summary:
+    """Go on with a run from its last checkpoint. Raises ArealError in one sentence.
+
+    `address`: of the cluster, where it is another than the recipe's.
+    """
     folder = RunFolder.find(run, runs_dir)
     plugins = _discover(block)
-    resolved = resolve(load_recipe(str(folder.config), resolve=plugins.resolve), plugins)
+    config = load_recipe(str(folder.config), resolve=plugins.resolve)
+    resolved = resolve(at_address(config, address, plugins), plugins)
     return _execute(Controller(resolved, plugins, folder, block, console or Console(), resuming=True))
 
 
@@ -199,6 +210,7 @@ class Controller:
         Fewer engines and rollout workers than asked for are borne down to the recipe's fewest.
         """
         self._console.print(f"run {self._folder.path.name}: starting workers", highlight=False, soft_wrap=True)
+        await workers.reserve()
         engine, rollout = self._config.engine, self._config.rollout
         replicas = _some_of(engine.min, [fleet.add() for _ in range(engine.replicas)])
         players = _some_of(rollout.min, [crew.add() for _ in range(rollout.workers)])

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from areal.app.resolve import Resolved
-from areal.contracts.cluster import Cluster, Handle, WorkerSpec
+from areal.contracts.cluster import Cluster, Handle, Reserves, Room, WorkerSpec
 from areal.contracts.specs import BackendContext, EngineContext, ModelSpec
 from areal.monitor.folder import RunFolder
 from areal.plugins import discover
@@ -32,6 +32,23 @@ class Workers:
         self.model_is_there = asyncio.Event()
         """Engines and rollout workers start at once and are handed over when the model can be loaded."""
 
+    async def reserve(self) -> None:
+        """Hold room for everybody at once, where the cluster can be full; WorkerFailed when the run does not fit.
+
+        The recipe's fewest engines are enough to begin with.
+        """
+        if not isinstance(self._cluster, Reserves):
+            return
+        config = self._resolved.config
+        nodes = config.resources.train.num_nodes
+        trainer = self._resources("trainer", self._trainer_devices)
+        engine = self._resources("engine", self._engine_devices)
+        rooms = [
+            Room(kind="trainer", resources=trainer, count=nodes, least=nodes, apart=nodes > 1),
+            Room(kind="engine", resources=engine, count=config.engine.replicas, least=config.engine.min),
+        ]
+        await self._cluster.reserve(rooms)
+
     async def trainer(self, name: str) -> Handle:
         config, resolved = self._resolved.config, self._resolved
         context = BackendContext(
@@ -46,7 +63,7 @@ class Workers:
             config.sampling.temperature,
         )
         factory = "areal.flow.trainer.worker:TrainerWorker"
-        return await self._spawn(name, "trainer", factory, args, config.resources.train.total)
+        return await self._spawn(name, "trainer", factory, args, self._trainer_devices)
 
     async def engine(self, name: str) -> Handle:
         config, resolved = self._resolved.config, self._resolved
@@ -93,6 +110,12 @@ class Workers:
         )
 
     @property
+    def _trainer_devices(self) -> int:
+        """The trainer's devices on each of its nodes."""
+        train = self._resolved.config.resources.train
+        return max(1, train.total // train.num_nodes)
+
+    @property
     def _engine_devices(self) -> int:
         """Devices of one engine replica."""
         config = self._resolved.config
@@ -112,7 +135,7 @@ class Workers:
         if side is None:
             return {}
         device = self._resolved.accelerator.resource
-        return {side: 1.0} | ({device: float(devices)} if device else {})
+        return {side: float(devices)} | ({device: float(devices)} if device else {})
 
 
 def announce_engine_process(name: str, blocked: Sequence[str]) -> None:

@@ -34,3 +34,9 @@ def recipe_arguments(command: Callable[..., Any]) -> Callable[..., Any]:
 def given(selections: dict[str, str | None]) -> dict[str, str]:
     """Return the selections that the user made."""
     return {name: value for name, value in selections.items() if value is not None}
+
+
+def address_option(command: Callable[..., Any]) -> Callable[..., Any]:
+    """Add ``--address``, of the cluster in which the run is to find its workers' machines."""
+    meaning = "Join the Ray cluster whose head is there (sets cluster.address); auto: the one of this machine."
+    return click.option("--address", metavar="HOST:PORT|auto", help=meaning)(command)

@@ -13,6 +13,8 @@ import inspect
 import os
 import pickle
 import sys
+import tempfile
+import threading
 import traceback
 from collections import defaultdict
 from concurrent.futures import ThreadPoolExecutor
@@ -21,6 +23,8 @@ from pathlib import Path
 from typing import Any, Literal
 
 from areal import env
+from areal.cluster.process import Process, this_process
+from areal.cluster.stacks import answer_signals, leave_traces, stacks_of
 from areal.contracts.cluster import WorkerSpec
 from areal.contracts.component import import_object
 from areal.contracts.engine import Ends
@@ -61,7 +65,10 @@ class Host:
     goes on answering while a training step computes.
     """
 
-    def __init__(self, spec: WorkerSpec, log_file: str) -> None:
+    def __init__(self, spec: WorkerSpec, log_dir: str, node: str, node_id: str) -> None:
+        log_file = _log_file(log_dir, spec.name)
+        # Before anything is written into the log.
+        self._process = this_process(node, node_id, log_file, answer_signals())
         _redirect_output(log_file)
         # Engines compile kernels with tools of their own environment, which nobody has activated.
         env.find_tools_in(str(Path(sys.executable).parent))
@@ -73,13 +80,27 @@ class Host:
         self._running: dict[tuple[str, int], asyncio.Task[None]] = {}
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix=spec.name)
 
+    async def born(self) -> Process:
+        """Return what this process can be found by, before anything heavy is imported."""
+        self._loop = asyncio.get_running_loop()
+        leave_traces(threading.current_thread())
+        return self._process
+
+    async def ping(self) -> bool:
+        """Answer, from the event loop on which calls are answered."""
+        return True
+
+    async def stacks(self) -> str:
+        """Return what this process is doing; called in a thread of its own, so that a busy event loop can be seen."""
+        return stacks_of(self._loop)
+
     async def build(self) -> str:
         """Make the component; return what went wrong in one line, or an empty string."""
         try:
             self._worker = import_object(self._spec.factory)(*self._spec.args)
         except ArealError as error:
             return str(error)
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             traceback.print_exc()
             return f"{type(error).__name__}: {error}"
         return ""
@@ -161,10 +182,18 @@ def collect_rarely() -> None:
     gc.set_threshold(20_000, 20, 20)
 
 
+def _log_file(log_dir: str, name: str) -> str:
+    """Return where this worker's output goes: the run's own folder, or on a machine that does not have it another."""
+    folder = Path(log_dir)
+    if not folder.is_dir():
+        folder = Path(tempfile.mkdtemp(prefix="areal-logs-"))
+    file = folder / f"{name}.log"
+    file.touch()
+    return str(file)
+
+
 def _redirect_output(log_file: str) -> None:
     """Send stdout and stderr, and those of libraries written in C, to the worker's own log file."""
-    if not log_file:
-        return
     descriptor = os.open(log_file, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
     sys.stdout.flush()
     sys.stderr.flush()

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import inspect
+import os
+import platform
 import traceback
 from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from contextlib import aclosing, asynccontextmanager
@@ -11,6 +13,7 @@ from typing import Any
 
 from areal import env
 from areal.cluster.host import reason_of_end
+from areal.cluster.stacks import stacks_of
 from areal.contracts.cluster import WorkerDeath, WorkerSpec
 from areal.contracts.component import import_object
 from areal.contracts.engine import Ends
@@ -23,6 +26,8 @@ class InlineHandle:
 
     def __init__(self, name: str, worker: Any, on_end: Callable[[WorkerDeath], None]) -> None:
         self.name = name
+        self.pid = os.getpid()
+        self.node = platform.node()
         self._worker = worker
         self._on_end = on_end
         self._reason = ""
@@ -68,17 +73,16 @@ class InlineHandle:
                 raise WorkerDied(f"{self.name} was ended while it was asked for {method!r}: {self._reason}") from None
             raise WorkerFailed(f"{self.name} did not answer {method!r} within {deadline_s:g} s") from None
 
-    pid = 0
-    node = "here"
+    async def kill(self) -> None:
+        await self.end("it was ended by the controller")
 
     async def ping(self, deadline_s: float) -> bool:
         return self._worker is not None
 
     async def stacks(self, deadline_s: float) -> str:
-        return ""
-
-    async def kill(self) -> None:
-        await self.end("it was ended by the controller")
+        if self._worker is None:
+            return f"{self.name} has ended: {self._reason}"
+        return stacks_of(asyncio.get_running_loop())
 
     async def end(self, reason: str) -> None:
         """End the worker for this reason, unless it has ended already."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol, runtime_checkable
 
@@ -29,12 +29,29 @@ class WorkerSpec:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Room:
+    """What workers of one kind need. Invariant: each of them finds all of `resources` on one node."""
+
+    kind: str
+    """`WorkerSpec.kind` of those it is for."""
+    resources: Mapping[str, float]
+    """Of one worker."""
+    count: int
+    """How many are wanted."""
+    least: int
+    """Fewer than that are of no use."""
+    apart: bool = False
+    """Each on a node of its own, instead of over as many nodes as there are."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerDeath:
     """Invariant: reported once per worker that ended, by itself or by `kill`, while the cluster was open."""
 
     name: str
     reason: str
-    """Exit code or signal, or what the worker said of its own end, and the last lines of its log."""
+    """One sentence: exit code or signal, memory, the node, or what the worker said of its own end. Then the last lines
+    of its log; of several that died together, those of the first."""
 
 
 class Calls(Protocol):
@@ -45,23 +62,44 @@ class Calls(Protocol):
         ...
 
 
-class Handle(Calls, Protocol):  # TEMPORARY
+class Handle(Calls, Protocol):
     """A running worker. Invariant: every call ends: with a value, the worker's exception, or WorkerFailed."""
 
     name: str
     pid: int
+    """Its process, on `node`."""
     node: str
-
-    async def ping(self, deadline_s: float) -> bool: ...
-
-    async def stacks(self, deadline_s: float) -> str: ...
+    """Name or address of its machine."""
 
     def stream(self, method: str, *args: Any) -> AsyncIterator[Any]:
         """Call an async generator method and yield its items as they come."""
         ...
 
     async def kill(self) -> None:
-        """End the worker now; its open calls raise WorkerFailed."""
+        """End the worker now, also one that is frozen; its open calls raise WorkerFailed."""
+        ...
+
+    async def ping(self, deadline_s: float) -> bool:
+        """Return whether the worker answers calls within the deadline; never raises."""
+        ...
+
+    async def stacks(self, deadline_s: float) -> str:
+        """Return what the worker is doing right now: the stacks of its threads and asyncio tasks.
+
+        Of one that does not answer: the state of its process as seen from outside. Never raises.
+        """
+        ...
+
+
+@runtime_checkable
+class Reserves(Protocol):
+    """A cluster that can be full. Invariant: what `reserve` has returned nobody else gets while the cluster is open."""
+
+    async def reserve(self, rooms: Sequence[Room]) -> Mapping[str, int]:
+        """Hold room for all of them at once; return for how many workers of each kind.
+
+        WorkerFailed in one sentence when some kind would get fewer than its `least`.
+        """
         ...
 
 
@@ -74,7 +112,10 @@ class Cluster(Protocol):
         ...
 
     async def spawn(self, spec: WorkerSpec) -> Handle:
-        """Start a worker and return once its factory has returned; WorkerFailed in one sentence."""
+        """Start a worker and return once its factory has returned; WorkerFailed in one sentence.
+
+        One of a kind that has reserved room takes some of it, that of a dead one included.
+        """
         ...
 
     def watch(self) -> AsyncIterator[WorkerDeath]:

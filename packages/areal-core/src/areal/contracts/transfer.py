@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+from areal import env
 from areal.contracts.component import Component
 from areal.contracts.messages import Version
 
@@ -45,7 +46,7 @@ class Layout:
 
     host: str
     """Identity of the machine and its shared memory."""
-    address: str = "127.0.0.1"
+    address: str = field(default_factory=env.node_address)
     """Where the other side can reach this one."""
     collective: str = "gloo"
     """Backend of torch.distributed that this side can use: gloo, nccl or hccl."""
