@@ -141,6 +141,7 @@ PAUSES = st.lists(st.tuples(MOMENTS, st.floats(0.25, 9.0)), max_size=4)
     per_request=st.sampled_from([0.0, 0.5, 0.013]),
     prefill=st.sampled_from([0.0, 0.25, 0.11]),
     max_running=st.integers(1, 5),
+    first=st.sampled_from(["events", "boundaries"]),
 )
 def test_any_mixture_of_events_is_what_token_by_token_gives(
     arrivals: list[tuple[float, str, int, int]],
@@ -149,10 +150,9 @@ def test_any_mixture_of_events_is_what_token_by_token_gives(
     per_request: float,
     prefill: float,
     max_running: int,
+    first: str,
 ) -> None:
-    cost = Cost(
-        step_s=step_s, step_s_per_request=per_request, prefill_s_per_token=prefill, max_running=max_running
-    )
+    cost = Cost(step_s=step_s, step_s_per_request=per_request, prefill_s_per_token=prefill, max_running=max_running)
     events = [*arrivals]
     free = 0.0
     for at, length in sorted(pauses):
@@ -161,21 +161,23 @@ def test_any_mixture_of_events_is_what_token_by_token_gives(
             free = at + length
     naive = Naive(cost, events)
     naive.run()
-    ended, made = simulate(cost, events)
+    ended, made = simulate(cost, events, boundaries_first=first == "boundaries")
     assert ended.keys() == naive.ended.keys()
     assert all(ended[uid] == pytest.approx(naive.ended[uid], abs=1e-6) for uid in ended)
     assert made == naive.made
 
 
 def simulate(
-    cost: Cost, events: list[tuple[float, str, int, int]]
+    cost: Cost, events: list[tuple[float, str, int, int]], *, boundaries_first: bool
 ) -> tuple[dict[int, float], dict[int, list[int]]]:
-    """Do the same with `Batching`, with the engine's bookkeeping of versions."""
+    """Do the same with `Batching`, with the engine's bookkeeping of versions.
+
+    `boundaries_first`: of one moment; what comes at the instant at which a pass began must still be in time.
+    """
     batching, slots, ended = Batching(cost), [], {}
     changes = [(0, 0)]
 
     def until(moment: float, *, included: bool) -> None:
-        # Events of a moment come before its boundary, as the engine sets its timer a turn later.
         limit = moment + 1e-9 if included else moment - 1e-9
         while batching.due is not None and batching.due <= limit:
             at = batching.due
@@ -183,7 +185,7 @@ def simulate(
                 ended[slot.owner] = at
 
     for moment, what, first, second in sorted(events, key=lambda event: event[0]):
-        until(moment, included=False)
+        until(moment, included=boundaries_first)
         if what == "add":
             slots.append(Slot(num_prompt=first, limit=second, owner=len(slots)))
             batching.add(slots[-1], moment)

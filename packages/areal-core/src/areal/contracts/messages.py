@@ -173,7 +173,7 @@ class Trajectory:
     @property
     def min_version(self) -> Version | None:
         """The oldest weights among the sampled tokens, or None when there are no tokens."""
-        return min((version for turn in self.turns for version in turn.versions), default=None)
+        return min((min(turn.versions) for turn in self.turns if turn.versions), default=None)
 
 
 @_pickled_fast
