@@ -4,8 +4,8 @@
 
 The model is fixed before anything is run (docs/simulation.md says where its numbers come from): engines like a
 7-billion-parameter model on one H100, answers of 200 to 2,000 tokens (10 times, uniform on a logarithmic scale),
-prompts of 200. The trainer is a little faster than the engines: a step with its transfer takes TRAINER_SHARE of the time that
-all engines need, at their best batch size, for the answers of a step.
+prompts of 200. The trainer is a little faster than the engines: a step with its transfer takes TRAINER_SHARE of the
+time that all engines need, at their best batch size, for the answers of a step.
 
     busy share    of the engines' time in which at least one request was being worked on
     token share   tokens made, by those that the same engines would make if they decoded all the time at their best

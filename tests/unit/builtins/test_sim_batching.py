@@ -77,7 +77,7 @@ def test_interrupted_requests_have_the_tokens_of_whole_steps() -> None:
 
 @dataclass
 class Naive:
-    """The same engine token by token. Invariant: one entry in `made` for each token, with the version it was made by."""
+    """The same engine token by token; `made` has the version of each token."""
 
     cost: Cost
     events: list[tuple[float, str, int, int]]

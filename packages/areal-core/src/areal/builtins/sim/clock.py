@@ -84,6 +84,18 @@ class VirtualLoop(asyncio.SelectorEventLoop):
         future.add_done_callback(self._came_back)
         return future
 
+    async def subprocess_exec(self, *args: Any, **options: Any) -> Any:
+        return self._until_it_ends(await super().subprocess_exec(*args, **options))
+
+    async def subprocess_shell(self, *args: Any, **options: Any) -> Any:
+        return self._until_it_ends(await super().subprocess_shell(*args, **options))
+
+    def _until_it_ends(self, made: tuple[Any, Any]) -> tuple[Any, Any]:
+        """Wait outside for a process, whose end Python notices in a thread of its own; `made`: transport, protocol."""
+        self._num_outside += 1
+        self.create_task(made[0]._wait()).add_done_callback(self._came_back)
+        return made
+
     async def shutdown_default_executor(self, *args: Any) -> None:
         self._num_outside += 1
         try:
