@@ -58,3 +58,7 @@ class TestHumanEval(Bundled):
     @pytest.fixture
     def options(self) -> dict[str, Any]:
         return {"allow_code_execution": True}
+
+
+class TestSim(Bundled):
+    name = "sim"

@@ -98,11 +98,10 @@ def test_the_run_ends_as_if_nothing_had_happened(
     with sqlite3.connect(disturbed.folder / "journal.sqlite") as journal:
         trained = journal.execute("SELECT group_number FROM consumed WHERE fate = 'trained'").fetchall()
         assert len(trained) == len(set(trained)) == 18
-        assert journal.execute("SELECT worker, step FROM failures ORDER BY id").fetchall() == [
-            ("trainer-0", 3),
-            ("trainer-1", 6),
-            ("trainer-2", 8),
-        ]
+        lost = journal.execute("SELECT worker, step FROM failures ORDER BY id").fetchall()
+    assert [worker for worker, _ in lost] == ["trainer-0", "trainer-1", "trainer-2"]
+    # It may be in the middle of the next step when it is killed.
+    assert all(step - killed in (0, 1) for (_, step), killed in zip(lost, (3, 6, 8), strict=True))
     if how is SYNCHRONOUS:
         expected, found = weights(undisturbed), weights(disturbed)
         assert all(found[name].equal(tensor) for name, tensor in expected.items())  # type: ignore[attr-defined]

@@ -6,10 +6,12 @@ import asyncio
 
 import pytest
 from flow_samples import handle_of, until
+from hypothesis import given
+from hypothesis import strategies as st
 
 from areal.contracts.messages import Completion, FinishReason, GenerateRequest, Sampling
 from areal.errors import ArealError, ConfigError, WorkerFailed
-from areal.flow.rollout.engines import EnginePool
+from areal.flow.rollout.engines import EnginePool, Queues
 
 
 class ScriptedEngine:
@@ -163,3 +165,35 @@ async def test_what_the_engine_says_of_a_request_is_passed_on(error: ArealError)
         with pytest.raises(type(error), match=str(error)):
             await asked.generate(request())
     assert not other.asked
+
+
+@given(st.lists(st.tuples(st.sampled_from(["ask", "ask", "end", "lose"]), st.integers(0, 9)), max_size=80))
+def test_the_least_busy_is_found_whatever_happened(events: list[tuple[str, int]]) -> None:
+    names = [f"e{number}" for number in range(6)]
+    queues, plain = Queues(dict.fromkeys(names, 0)), dict.fromkeys(names, 0)
+    for what, number in events:
+        busy = sorted(name for name, running in plain.items() if running)
+        if what == "ask" and plain:
+            name = queues.least()
+            assert plain[name] == min(plain.values())
+            queues.add(name)
+            plain[name] += 1
+        elif what == "end" and busy:
+            name = busy[number % len(busy)]
+            queues.end(name)
+            plain[name] -= 1
+        elif what == "lose" and len(plain) > 1:
+            name = sorted(plain)[number % len(plain)]
+            queues.remove(name)
+            del plain[name]
+            queues.end(name)  # its requests end later, and count nowhere
+        assert {name: queues.get(name) for name in names} == {name: plain.get(name, 0) for name in names}
+
+
+def test_equally_busy_engines_take_turns() -> None:
+    queues = Queues(dict.fromkeys("abc", 0))
+    asked = ""
+    for _ in range(6):
+        asked += queues.least()
+        queues.add(asked[-1])
+    assert asked == "abcabc"

@@ -16,7 +16,7 @@ import time
 from collections.abc import Generator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
-from typing import Any
+from typing import Any, cast
 
 from areal.errors import WorkerFailed
 
@@ -55,7 +55,8 @@ class VirtualLoop(asyncio.SelectorEventLoop):
     def __init__(self) -> None:
         self._now = 0.0
         self._num_outside = 0
-        super().__init__(_JumpingSelector(self))
+        self._files = _JumpingSelector(self)
+        super().__init__(self._files)
 
     def time(self) -> float:
         """Return virtual seconds since the loop was made."""
@@ -69,9 +70,9 @@ class VirtualLoop(asyncio.SelectorEventLoop):
         """Whether something outside the loop will wake it: a job in a thread, a pipe, a connection."""
         if self._num_outside:
             return True
-        files = self._selector.get_map()
-        # The loop's own socket pair is always there.
-        return len(files) > 1 and any(_will_speak(fd) for fd in files if fd != self._ssock.fileno())
+        files = self._files.get_map()
+        own = cast(Any, self)._ssock.fileno()  # the loop's own socket pair is always there
+        return len(files) > 1 and any(_will_speak(fd) for fd in files if fd != own)
 
     def run_in_executor(self, executor: Any, func: Any, *args: Any) -> asyncio.Future[Any]:
         self._num_outside += 1
@@ -82,6 +83,18 @@ class VirtualLoop(asyncio.SelectorEventLoop):
             raise
         future.add_done_callback(self._came_back)
         return future
+
+    async def subprocess_exec(self, *args: Any, **options: Any) -> Any:
+        return self._until_it_ends(await super().subprocess_exec(*args, **options))
+
+    async def subprocess_shell(self, *args: Any, **options: Any) -> Any:
+        return self._until_it_ends(await super().subprocess_shell(*args, **options))
+
+    def _until_it_ends(self, made: tuple[Any, Any]) -> tuple[Any, Any]:
+        """Wait outside for a process, whose end Python notices in a thread of its own; `made`: transport, protocol."""
+        self._num_outside += 1
+        self.create_task(made[0]._wait()).add_done_callback(self._came_back)
+        return made
 
     async def shutdown_default_executor(self, *args: Any) -> None:
         self._num_outside += 1

@@ -11,6 +11,7 @@ from typing import Any, cast
 from pydantic import Field
 
 from areal.builtins.sim.clock import VirtualLoop, collecting
+from areal.cluster.host import collect_rarely
 from areal.cluster.inline import InlineCluster, InlineHandle
 from areal.contracts.cluster import WorkerDeath, WorkerSpec
 from areal.contracts.component import Component
@@ -86,6 +87,9 @@ class SimCluster(InlineCluster):
     def new_event_loop(self) -> asyncio.AbstractEventLoop:
         """Return a loop whose clock jumps (`areal.contracts.cluster.MakesLoop`)."""
         return VirtualLoop()
+
+    async def start(self) -> None:
+        collect_rarely()
 
     async def spawn(self, spec: WorkerSpec) -> SimHandle:
         """Start a worker; WorkerFailed for an engine or a trainer that computes."""

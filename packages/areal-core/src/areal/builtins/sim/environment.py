@@ -37,7 +37,8 @@ class SimEnvironmentOptions(Options):
 class SimEnvironment:
     """Asks for an answer of a drawn length and gives a drawn reward, 0 or 1.
 
-    Invariant: the draws depend on the seed, the prompt, and how often this worker has played it before; not on time.
+    Invariant: the length depends on the seed, the prompt and how often this worker has played it before, the reward on
+    the seed, the prompt and the answer; neither on time.
     A prompt's rate of success lies between 0.1 and 0.9, so that groups differ and have an advantage.
     """
 
@@ -51,20 +52,20 @@ class SimEnvironment:
         return LazyPrompts(size, lambda index: self._prompt(split, index))
 
     async def episode(self, prompt: Prompt, client: Client) -> Outcome:
-        split: Split = prompt.metadata["split"]
-        key = split, prompt.index
+        options, key = self._options, (prompt.metadata["split"], prompt.index)
         nth = self._played[key] = self._played.get(key, -1) + 1
-        length, luck = self._draw(split, prompt.index, nth)
-        options = self._options
-        await client.chat(prompt.messages, max_new_tokens=round(options.shortest * options.spread**length))
+        length, _ = self._draw(*key, nth)
+        reply = await client.chat(prompt.messages, max_new_tokens=round(options.shortest * options.spread**length))
         if options.latency_s:
             await asyncio.sleep(options.latency_s)
-        rate, _ = self._draw(split, prompt.index, -1)
+        said = reply.completion.token_ids
+        rate, _ = self._draw(*key, "rate")
+        _, luck = self._draw(*key, f"{len(said)}/{said[:2]}")
         return Outcome.scored(float(luck < 0.1 + 0.8 * rate))
 
-    def _draw(self, split: Split, index: int, nth: int) -> tuple[float, float]:
+    def _draw(self, split: Split, index: int, what: int | str) -> tuple[float, float]:
         """Return two numbers in [0, 1); a hash, because making a `random.Random` for each costs ten times as much."""
-        text = f"{self._context.seed}/{self._context.name}/{split}/{index}/{nth}"
+        text = f"{self._context.seed}/{self._context.name}/{split}/{index}/{what}"
         digest = hashlib.blake2b(text.encode(), digest_size=16).digest()
         return tuple(int.from_bytes(half) / 2**64 for half in (digest[:8], digest[8:]))  # type: ignore[return-value]
 

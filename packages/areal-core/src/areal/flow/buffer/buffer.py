@@ -5,14 +5,15 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from heapq import nsmallest
+from heapq import heappop, heappush
 from typing import Literal
 
 from areal.contracts.messages import Group, Prompt, Trajectory, Version
 from areal.flow.buffer.journal import Fate, Issued, Journal
+from areal.flow.buffer.shelf import Order, Shelf
+from areal.flow.buffer.size import prompt_bytes, trajectory_bytes
 
 OnExcess = Literal["drop", "mask", "allow"]
-Order = Literal["issued", "finished"]
 
 MOST_PASSED_OVER = 8
 """Groups passed over for each group of a step; beyond it a step takes what there is, so that a policy that always or
@@ -35,15 +36,36 @@ def _oldest(group: Group) -> Version | None:
 
 @dataclass(slots=True)
 class _Gathering:
-    """A group on its way. Invariant: `trajectories` has at most one entry a sample."""
+    """A group on its way. Invariant: `trajectories` has at most one entry a sample, and `seen` names them all."""
 
     issued: Issued
     prompt: Prompt | None = None
     trajectories: dict[int, Trajectory] = field(default_factory=dict[int, Trajectory])
+    seen: set[int] = field(default_factory=set[int])
+    """Samples that have arrived, written or not."""
+    num_bytes: int = 0
 
     @property
     def complete(self) -> bool:
         return self.prompt is not None and len(self.trajectories) == self.issued.num_samples
+
+    def take(self, part: Prompt | Trajectory) -> int:
+        """Keep a part that is not here yet; return by how many bytes this grew."""
+        if isinstance(part, Prompt):
+            grown = 0 if self.prompt is not None else prompt_bytes(part)
+            self.prompt = part
+        else:
+            grown = 0 if part.sample in self.trajectories else trajectory_bytes(part)
+            self.trajectories.setdefault(part.sample, part)
+            self.seen.add(part.sample)
+        self.num_bytes += grown
+        return grown
+
+    def group(self) -> Group:
+        """Return the complete group."""
+        assert self.prompt is not None
+        ordered = tuple(self.trajectories[sample] for sample in sorted(self.trajectories))
+        return Group(number=self.issued.number, prompt=self.prompt, trajectories=ordered)
 
 
 class ReplayBuffer:
@@ -68,33 +90,39 @@ class ReplayBuffer:
         self._journal = journal
         self._max_staleness = max_staleness
         self._on_excess: OnExcess = on_excess
-        self._order: Order = order
         self._gathering: dict[int, _Gathering] = {}
-        self._ready: dict[int, Group] = {}
-        self._oldest: dict[int, Version | None] = {}
-        """Of each ready group: `take` asks for it whenever something arrives, and tokens are many."""
+        self._ready = Shelf(order)
+        self._sizes: dict[int, int] = {}
+        """Bytes of each ready group."""
         self._arrived: list[tuple[int, Prompt | Trajectory]] = []
         self._changed = asyncio.Event()
         self._failure: Exception | None = None
         self._keep = keep
-        self._wanted: set[int] = set()
+        self._unasked: list[int] = []
+        self._unwanted: list[int] = []
+        """A heap of groups that the algorithm does not want; one that is not ready any more has left."""
         self._passed_over: list[Group] = []
         self._num_passed_over_now = 0
         self.num_stale_dropped = 0
         self.num_passed_over = 0
+        self.num_bytes = 0
+        """Memory that ready and gathering groups hold, estimated from their lengths."""
 
     def expect(self, groups: Sequence[Issued]) -> None:
         """Journal that these groups were handed out; their trajectories may arrive from now on."""
         self._journal.issued(groups)
-        self._gathering |= {issued.number: _Gathering(issued) for issued in groups}
+        for issued in groups:
+            self._gather(_Gathering(issued))
 
     def restore(self, complete: Sequence[Group], unfinished: Sequence[Issued]) -> None:
         """Take over what an earlier controller left: nothing here is journalled anew."""
         for group in complete:
-            self._make_ready(group)
+            self._bring_back(group)
         for issued in unfinished:
-            known = {t.sample: t for t in self._journal.trajectories(issued.number)}
-            self._gathering[issued.number] = _Gathering(issued, trajectories=known)
+            gathering = _Gathering(issued)
+            for known in self._journal.trajectories(issued.number):
+                self.num_bytes += gathering.take(known)
+            self._gather(gathering)
         self._changed.set()
 
     def rewind(self, complete: Sequence[Group]) -> None:
@@ -104,14 +132,26 @@ class ReplayBuffer:
         """
         for group in complete:
             if group.number not in self._ready:
-                self._make_ready(group)
+                self._bring_back(group)
         self._changed.set()
+
+    def _bring_back(self, group: Group) -> None:
+        num_bytes = prompt_bytes(group.prompt) + sum(map(trajectory_bytes, group.trajectories))
+        self.num_bytes += num_bytes
+        self._make_ready(group, num_bytes)
+
+    def _gather(self, gathering: _Gathering) -> None:
+        number = gathering.issued.number
+        self._gathering[number] = gathering
+        self._ready.announce(number)
 
     def put(self, number: int, part: Prompt | Trajectory) -> None:
         """Take a prompt or a trajectory of a group; it counts once `flush` has written it."""
         if not self._arrived:
             asyncio.get_running_loop().call_soon(self._flush_soon)
         self._arrived.append((number, part))
+        if isinstance(part, Trajectory) and (gathering := self._gathering.get(number)):
+            gathering.seen.add(part.sample)
 
     def _flush_soon(self) -> None:
         try:
@@ -138,21 +178,19 @@ class ReplayBuffer:
         gathering = self._gathering.get(number)
         if gathering is None:
             return  # a second copy of something finished long ago; the journal ignored it too
-        if isinstance(part, Prompt):
-            gathering.prompt = part
-        else:
-            gathering.trajectories.setdefault(part.sample, part)
-        if gathering.complete and gathering.prompt is not None:
+        self.num_bytes += gathering.take(part)
+        if gathering.complete:
             del self._gathering[number]
-            ordered = tuple(gathering.trajectories[sample] for sample in sorted(gathering.trajectories))
-            self._make_ready(Group(number=number, prompt=gathering.prompt, trajectories=ordered))
+            self._make_ready(gathering.group(), gathering.num_bytes)
 
-    def _make_ready(self, group: Group) -> None:
-        self._ready[group.number], self._oldest[group.number] = group, _oldest(group)
+    def _make_ready(self, group: Group, num_bytes: int) -> None:
+        self._ready.add(group, _oldest(group))
+        self._sizes[group.number] = num_bytes
+        if self._keep is not None:
+            self._unasked.append(group.number)
 
     def _leave(self, number: int) -> Group:
-        self._wanted.discard(number)
-        del self._oldest[number]
+        self.num_bytes -= self._sizes.pop(number)
         return self._ready.pop(number)
 
     def missing(self, number: int) -> tuple[int, ...]:
@@ -160,11 +198,7 @@ class ReplayBuffer:
         gathering = self._gathering.get(number)
         if gathering is None:
             return ()
-        there = {part.sample for n, part in self._arrived if n == number and isinstance(part, Trajectory)}
-        there |= gathering.trajectories.keys()
-        return tuple(sample for sample in range(gathering.issued.num_samples) if sample not in there)
-
-    num_bytes = 0
+        return tuple(sample for sample in range(gathering.issued.num_samples) if sample not in gathering.seen)
 
     @property
     def num_ready(self) -> int:
@@ -206,16 +240,14 @@ class ReplayBuffer:
         if self._on_excess == "drop":
             self._drop_stale(version, step)
         self._pass_over(num_groups, step)
-        issued = [*self._ready, *self._gathering] if self._order == "issued" else self._ready
-        wanted = nsmallest(num_groups, issued)
-        if len(wanted) < num_groups or any(number in self._gathering for number in wanted):
+        wanted = self._ready.first(num_groups)
+        if wanted is None:
             return None
         self._num_passed_over_now = 0
         return [self._leave(number) for number in wanted]
 
     def _drop_stale(self, version: Version, step: int) -> None:
-        oldest = version - self._max_staleness
-        stale = [number for number, found in self._oldest.items() if found is not None and found < oldest]
+        stale = self._ready.older_than(version - self._max_staleness)
         self._drop(stale, step, "stale")
         self.num_stale_dropped += len(stale)
 
@@ -223,14 +255,20 @@ class ReplayBuffer:
         if self._keep is None:
             return
         # Each group is asked about once; `take` runs whenever something arrives.
-        asked = [number for number in sorted(self._ready) if number not in self._wanted]
-        self._wanted |= {number for number in asked if self._keep(self._ready[number])}
+        asked, self._unasked = self._unasked, []
+        for number in asked:
+            if number in self._ready and not self._keep(self._ready[number]):
+                heappush(self._unwanted, number)
         most = MOST_PASSED_OVER * num_groups - self._num_passed_over_now
-        unwanted = [number for number in asked if number not in self._wanted][:most]
-        self._passed_over += [self._ready[number] for number in unwanted]
-        self._drop(unwanted, step, "passed_over")
-        self._num_passed_over_now += len(unwanted)
-        self.num_passed_over += len(unwanted)
+        passed: list[int] = []
+        while self._unwanted and len(passed) < most:
+            number = heappop(self._unwanted)
+            if number in self._ready:
+                passed.append(number)
+        self._passed_over += [self._ready[number] for number in passed]
+        self._drop(passed, step, "passed_over")
+        self._num_passed_over_now += len(passed)
+        self.num_passed_over += len(passed)
 
     def _drop(self, numbers: Sequence[int], step: int, fate: Fate) -> None:
         if numbers:

@@ -16,6 +16,58 @@ RECALL_DEADLINE_S = 5.0
 """For an engine to say whether it knows a request; beyond it the request is made anew."""
 
 
+class Queues:
+    """How many requests each engine has. Invariant: `least` names one with the fewest; no method looks at all engines.
+
+    Among equals it is the one whose number changed the longest ago, so that all have their turn.
+    """
+
+    def __init__(self, running: Mapping[str, int]) -> None:
+        self._running: dict[str, int] = {}
+        self._names: dict[int, dict[str, None]] = {}
+        """Engines by their number of requests, in the order in which they came to have it."""
+        for name, number in running.items():
+            self._put(name, number)
+        self._fewest = min(self._names, default=0)
+
+    def get(self, name: str) -> int:
+        """Return an engine's requests; 0 for one that is not here."""
+        return self._running.get(name, 0)
+
+    def least(self) -> str:
+        return next(iter(self._names[self._fewest]))
+
+    def add(self, name: str) -> None:
+        """Count one more request."""
+        number = self._take(name)
+        self._put(name, number + 1)
+        if number == self._fewest and number not in self._names:
+            self._fewest = number + 1
+
+    def end(self, name: str) -> None:
+        """Count one request less; of an engine that left meanwhile nothing is counted."""
+        if name in self._running:
+            number = self._take(name) - 1
+            self._put(name, number)
+            self._fewest = min(self._fewest, number)
+
+    def remove(self, name: str) -> None:
+        self._take(name)
+        del self._running[name]
+        self._fewest = min(self._names, default=0)
+
+    def _put(self, name: str, number: int) -> None:
+        self._running[name] = number
+        self._names.setdefault(number, {})[name] = None
+
+    def _take(self, name: str) -> int:
+        number = self._running[name]
+        del self._names[number][name]
+        if not self._names[number]:
+            del self._names[number]
+        return number
+
+
 class EnginePool:
     """Invariant: a request ends with a whole completion, or waits while there is no engine; it is never lost.
 
@@ -25,13 +77,13 @@ class EnginePool:
 
     def __init__(self) -> None:
         self._handles: dict[str, Handle] = {}
-        self._running: dict[str, int] = {}
+        self._queues = Queues({})
         self._arrived = asyncio.Event()
 
     def replace(self, handles: Mapping[str, Handle]) -> None:
         """Use these engines from now on; requests at engines that left end when their engines do."""
         self._handles = dict(handles)
-        self._running = {name: self._running.get(name, 0) for name in handles}
+        self._queues = Queues({name: self._queues.get(name) for name in handles})
         if handles:
             self._arrived.set()
         else:
@@ -60,15 +112,14 @@ class EnginePool:
         while True:
             remaining = request if partial is None else _remainder(request, partial)
             name, handle = await self._pick()
-            self._running[name] += 1
+            self._queues.add(name)
             try:
                 completion: Completion = await handle.call("generate", remaining)
             except WorkerDied:
                 self._forget(name, handle)
                 continue
             finally:
-                if name in self._running:
-                    self._running[name] -= 1
+                self._queues.end(name)
             whole = completion if partial is None else _joined(partial, completion)
             if completion.finish_reason != "interrupted":
                 return whole
@@ -82,12 +133,13 @@ class EnginePool:
             # The episode's own deadline ends this wait and names the episode.
             self._arrived.clear()
             await self._arrived.wait()
-        name = min(self._handles, key=lambda name: self._running[name])
+        name = self._queues.least()
         return name, self._handles[name]
 
     def _forget(self, name: str, handle: Handle) -> None:
         if self._handles.get(name) is handle:
             del self._handles[name]
+            self._queues.remove(name)
 
 
 def _remainder(request: GenerateRequest, partial: Completion) -> GenerateRequest:
