@@ -183,7 +183,10 @@ class Controller:
             for newer in damaged:
                 journal.forget_checkpoint(newer)
             return journal.recover() if damaged else newest
-        raise JournalError(f"none of the checkpoints in {self._folder.checkpoints} can be read; see the warnings above")
+        raise JournalError(
+            f"none of the checkpoints in {self._folder.checkpoints} can be read; see the warnings above, "
+            "put a copy of one back, or start anew with areal run"
+        )
 
     async def _start_workers(self, workers: Workers, fleet: Fleet, crew: Crew) -> tuple[Handle, Layout]:
         """Start everything side by side: most of the time goes into importing libraries."""
