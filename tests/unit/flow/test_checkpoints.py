@@ -14,6 +14,7 @@ from areal.errors import JournalError, WorkerFailed
 from areal.flow.buffer.journal import Journal
 from areal.flow.trainer import checkpoint as checkpoint_module
 from areal.flow.trainer.checkpoint import Checkpoints
+from areal.flow.trainer.checksums import check
 
 
 class Crash(BaseException):
@@ -110,7 +111,7 @@ async def test_everything_is_on_disk_before_the_pointer_moves(
     monkeypatch.setattr(os, "fsync", noting)
     monkeypatch.setattr(journal, "checkpointed", lambda step, path: synced.append("pointer"))
     await checkpoints.save(1)
-    inside = ["", "/model", "/model/weights", "/optimizer"]
+    inside = ["", "/checksums.json", "/model", "/model/weights", "/optimizer"]
     assert set(synced[:-2]) == {f"step-00000001.tmp{name}" for name in inside}
     assert synced[-2:] == [".", "pointer"], "the renamed entry after everything in it, and then the pointer"
 
@@ -184,3 +185,43 @@ async def test_a_folder_that_cannot_be_written(trainer: Trainer, journal: Journa
     with pytest.raises(JournalError, match=r"checkpoint .*step-00000001 cannot be written: Not a directory"):
         await checkpoints.save(1)
     assert journal.checkpoints() == []
+
+
+@pytest.mark.parametrize("damage", ["flipped", "truncated", "longer", "missing", "seal"])
+async def test_a_changed_byte_is_noticed(checkpoints: Checkpoints, damage: str) -> None:
+    folder = await checkpoints.save(1)
+    check(folder)
+    weights = folder / "model" / "weights"
+    match damage:
+        case "flipped":
+            weights.write_text("weights 2")
+        case "truncated":
+            weights.write_text("weights")
+        case "longer":
+            weights.write_text("weights 1 and more")
+        case "missing":
+            weights.unlink()
+        case _:
+            (folder / "checksums.json").write_text("{")
+    named = (
+        "cannot be read: " if damage == "seal" else "is damaged: model/weights is not what was saved; put a copy back"
+    )
+    with pytest.raises(JournalError, match=f"checkpoint {folder} {named}"):
+        check(folder)
+    (folder / "checksums.json").unlink()
+    check(folder)  # an older AReaL sealed nothing
+
+
+async def test_a_checkpoint_that_fails_leaves_nothing_half_written(
+    checkpoints: Checkpoints, trainer: Trainer, journal: Journal, tmp_path: Path
+) -> None:
+    trainer.failure = JournalError("no room")
+    with pytest.raises(JournalError, match=r"cannot be written: no room; see that .* and start anew with: areal run"):
+        await checkpoints.save(0)
+    trainer.failure = None
+    await checkpoints.save(1)
+    trainer.failure = JournalError("no room")
+    with pytest.raises(JournalError, match=r"no room; the one before stays; see .* and go on with: areal resume"):
+        await checkpoints.save(2)
+    assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["step-00000001"]
+    assert whole(tmp_path, journal) == [1]

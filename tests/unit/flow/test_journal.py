@@ -14,6 +14,7 @@ from flow_samples import make_group, make_prompt, make_trajectory
 
 from areal.contracts.messages import Outcome, StepReport, Trajectory
 from areal.errors import JournalError
+from areal.flow.buffer.buffer import ReplayBuffer
 from areal.flow.buffer.journal import Issued, Journal
 
 
@@ -226,3 +227,45 @@ def test_writing_to_a_locked_or_closed_journal_is_one_sentence(path: Path) -> No
     journal.close()
     with pytest.raises(JournalError, match="cannot be read: Cannot operate on a closed database"):
         journal.metrics()
+
+
+async def test_going_back_in_the_middle_of_a_run(path: Path) -> None:
+    """The trainer died in step 3 and starts again from step 1; engines, rollouts and the buffer go on."""
+    journal = Journal(path, create=True)
+    buffer = ReplayBuffer(journal, max_staleness=9, on_excess="drop", keep=lambda group: group.number != 3)
+    buffer.expect([issue(number) for number in range(8)])
+
+    async def arrive(*parts: tuple[int, int]) -> None:
+        for number, sample in parts:
+            buffer.put(number, make_prompt(number))
+            buffer.put(number, make_trajectory(number, sample, version=number))
+        buffer.flush()
+
+    await arrive(*((number, sample) for number in range(3) for sample in (0, 1)), (6, 0))
+    for step, numbers in ((1, [0]), (2, [1, 2])):
+        taken = buffer.take(len(numbers), step - 1, step)
+        assert taken is not None and [group.number for group in taken] == numbers
+        journal.stepped(report(step, *numbers))
+        journal.published(step)
+        if step == 1:
+            journal.checkpointed(1, "checkpoints/step-1")
+    await arrive(*((number, sample) for number in (3, 4, 5) for sample in (0, 1)), (7, 1))
+    assert [group.number for group in buffer.take(1, 2, 3) or []] == [4], "3 is passed over; 4 is in the trainer"
+
+    recovery = journal.recover()
+    assert (recovery.step, recovery.num_issued, recovery.num_dropped) == (1, 8, 0)
+    assert [group.number for group in recovery.complete] == [1, 2, 3, 4, 5]
+    assert [(issued.number, missing) for issued, missing in recovery.unfinished] == [(6, (1,)), (7, (0,))]
+    assert [step for step, _ in journal.metrics()] == [1]
+    assert journal._database.rows("SELECT version FROM versions") == [(1,)], "later weights are forgotten"
+    buffer.restore(recovery.complete, ())  # what is being made goes on being made
+
+    await arrive((6, 1), (7, 0), (1, 0))  # and a late second copy
+    assert (buffer.num_ready, buffer.num_gathering) == (7, 0)
+    taken = buffer.take(6, 1, 2)
+    assert taken is not None and [group.number for group in taken] == [1, 2, 4, 5, 6, 7]
+    journal.stepped(report(2, *(group.number for group in taken)))
+    consumed = journal._database.rows("SELECT group_number, step, fate FROM consumed ORDER BY group_number")
+    others = [(number, 2, "trained") for number in (1, 2, 4, 5, 6, 7)]
+    assert consumed == sorted([(0, 1, "trained"), (3, 2, "passed_over"), *others])
+    journal.close()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ from areal.contracts.component import Component
 from areal.contracts.messages import Batch, Group, Outcome, Row, Trajectory
 from areal.contracts.specs import BackendContext, ModelSpec, TrainingSpec
 from areal.contracts.transfer import Layout
+from areal.errors import JournalError
 from areal.flow.trainer.worker import TrainerWorker, TrainRequest
 
 
@@ -100,6 +102,29 @@ def request(step: int = 1, oldest: int | None = None, made: tuple[Group, ...] | 
 
 def last_tokens(rows: Sequence[Row]) -> list[int]:
     return [row.token_ids[-1] for row in rows]
+
+
+def test_a_request_follows_from_its_step_and_groups() -> None:
+    made = groups(num_groups=2)
+    assert TrainRequest.of(7, list(made), masked_beyond=None) == TrainRequest(step=7, version=6, groups=made)
+    asked = TrainRequest.of(7, made, masked_beyond=2)
+    assert asked == TrainRequest(step=7, version=6, groups=made, oldest_version=4)
+    assert TrainRequest.of(1, made, masked_beyond=0).oldest_version == 0
+
+
+def test_what_cannot_be_written_is_one_line(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    worker, _ = make_worker()
+
+    def full(path: str) -> None:
+        raise RuntimeError("unexpected pos 64 vs 0\nC++ frames follow")
+
+    monkeypatch.setattr(worker._backend, "save", full, raising=False)
+    with pytest.raises(
+        JournalError, match=r"could not write into the run's folder: RuntimeError: unexpected pos 64 vs 0$"
+    ):
+        worker.save(str(tmp_path))
+    with pytest.raises(JournalError, match=r"could not write into the run's folder: NotADirectoryError: .*"):
+        worker.prepare("os:mkdir", "/dev/null/model")
 
 
 def test_start_prepare_save_load_send() -> None:

@@ -202,7 +202,10 @@ class Controller:
             for newer in damaged:
                 journal.forget_checkpoint(newer)
             return journal.recover()
-        raise JournalError(f"none of the checkpoints in {self._folder.checkpoints} can be read; see the warnings above")
+        raise JournalError(
+            f"none of the checkpoints in {self._folder.checkpoints} can be read; see the warnings above, "
+            "put a copy of one back, or start anew with areal run"
+        )
 
     async def _start_workers(self, workers: Workers, seat: TrainerSeat, fleet: Fleet, crew: Crew) -> Layout:
         """Start everything side by side and return the trainer's layout: most of the time goes into imports.

@@ -256,7 +256,7 @@ class Loop:
         recovery = await self._restore()
         stages.keeper.trainer_started()
         stages.publishing.begin_anew()
-        stages.buffer.rewind(recovery.complete)
+        stages.buffer.restore(recovery.complete)
         stages.pacing.rewind(recovery.step, recovery.num_dropped)
         await self._hold_back()
         self._step = stages.keeper.step = self._measured_at = recovery.step

@@ -112,38 +112,26 @@ class ReplayBuffer:
         """Journal that these groups were handed out; their trajectories may arrive from now on."""
         self._journal.issued(groups)
         for issued in groups:
-            self._gather(_Gathering(issued))
+            self._gathering[issued.number] = _Gathering(issued)
+            self._ready.announce(issued.number)
 
-    def restore(self, complete: Sequence[Group], unfinished: Sequence[Issued]) -> None:
-        """Take over what an earlier controller left: nothing here is journalled anew."""
-        for group in complete:
-            self._bring_back(group)
-        for issued in unfinished:
-            gathering = _Gathering(issued)
-            for known in self._journal.trajectories(issued.number):
-                self.num_bytes += gathering.take(known)
-            self._gather(gathering)
-        self._changed.set()
+    def restore(self, complete: Sequence[Group], unfinished: Sequence[Issued] = ()) -> None:
+        """Take over what no kept step consumed; nothing here is journalled anew.
 
-    def rewind(self, complete: Sequence[Group]) -> None:
-        """Make groups ready again that steps had taken which the trainer, gone back to a checkpoint, knows nothing of.
-
-        `complete`: all complete groups that no kept step consumed; those that are here already stay as they are.
+        After a resume that is all an earlier controller left. In the middle of a run, which has gone back to a
+        checkpoint, it is what later steps had taken; what is here already stays as it is.
         """
         for group in complete:
             if group.number not in self._ready:
-                self._bring_back(group)
+                num_bytes = prompt_bytes(group.prompt) + sum(map(trajectory_bytes, group.trajectories))
+                self.num_bytes += num_bytes
+                self._make_ready(group, num_bytes)
+        for issued in unfinished:
+            gathering = self._gathering[issued.number] = _Gathering(issued)
+            for known in self._journal.trajectories(issued.number):
+                self.num_bytes += gathering.take(known)
+            self._ready.announce(issued.number)
         self._changed.set()
-
-    def _bring_back(self, group: Group) -> None:
-        num_bytes = prompt_bytes(group.prompt) + sum(map(trajectory_bytes, group.trajectories))
-        self.num_bytes += num_bytes
-        self._make_ready(group, num_bytes)
-
-    def _gather(self, gathering: _Gathering) -> None:
-        number = gathering.issued.number
-        self._gathering[number] = gathering
-        self._ready.announce(number)
 
     def put(self, number: int, part: Prompt | Trajectory) -> None:
         """Take a prompt or a trajectory of a group; it counts once `flush` has written it."""

@@ -34,9 +34,8 @@ class JournalView:
     def __init__(self, path: Path, mode: Mode = "read") -> None:
         """Raises JournalError in one sentence when there is no journal, or none that can be read."""
         if mode != "create" and not path.exists():
-            raise JournalError(
-                f"{path.parent} has no journal, so there is nothing to resume; start a run with areal run"
-            )
+            to = "look into" if mode == "read" else "resume"
+            raise JournalError(f"{path.parent} has no journal, so there is nothing to {to}; start a run with areal run")
         self._database = Database(path, mode)
         # A journal of schema 1 that is only read stays as it is.
         self._tokens = "NULL" if self._database.schema == 1 else "tokens"

@@ -10,6 +10,7 @@ from typing import Protocol
 
 from areal.contracts.cluster import Calls
 from areal.errors import JournalError
+from areal.flow.trainer.checksums import seal
 
 
 class Ledger(Protocol):
@@ -87,6 +88,7 @@ class Checkpoints:
             shutil.rmtree(leftover, ignore_errors=True)
         unfinished.mkdir(parents=True)
         await self._trainer.call("save", str(unfinished), deadline_s=self._deadline_s)
+        await asyncio.to_thread(seal, unfinished)
         await asyncio.to_thread(_sync_tree, unfinished)
         unfinished.rename(final)
         _sync(self._folder)

@@ -7,6 +7,7 @@ import time
 from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 from areal.contracts.algorithm import Algorithm, Needs, RefinesAdvantages, UsesCritic
@@ -16,6 +17,7 @@ from areal.contracts.messages import Batch, Completion, Group, Row, Version
 from areal.contracts.specs import BackendContext
 from areal.contracts.transfer import Layout, Receipt, Transfer
 from areal.errors import ArealError, JournalError, PluginError
+from areal.flow.trainer.checksums import check
 from areal.flow.trainer.critic import Critic, make_critic
 from areal.flow.trainer.parity import compared
 from areal.flow.trainer.reference import Reference, make_reference
@@ -193,6 +195,8 @@ class TrainerWorker:
                 self._critic.save(path)
 
     def load(self, path: str) -> None:
+        """Restore what `save` wrote; JournalError when it is missing or damaged."""
+        check(Path(path))
         self._backend.load(path)
         if self._critic is not None:
             self._critic.load(path)
