@@ -45,8 +45,7 @@ def test_a_run_trains_across_nodes_and_survives_the_death_of_one(
         "engine.replicas=2",
         "--cluster=ray",
         f"--address={three_nodes.address}",
-        "--reshard=xccl",
-        "reshard.shared_memory=never",
+        "--reshard=disk",
         **JOINED,
     )
     processes.append(process)
