@@ -112,7 +112,8 @@ class ReplayBuffer:
         """Journal that these groups were handed out; their trajectories may arrive from now on."""
         self._journal.issued(groups)
         for issued in groups:
-            self._gather(_Gathering(issued))
+            self._gathering[issued.number] = _Gathering(issued)
+            self._ready.announce(issued.number)
 
     def restore(self, complete: Sequence[Group], unfinished: Sequence[Issued]) -> None:
         """Take over what an earlier controller left: nothing here is journalled anew."""
@@ -121,16 +122,11 @@ class ReplayBuffer:
             self.num_bytes += num_bytes
             self._make_ready(group, num_bytes)
         for issued in unfinished:
-            gathering = _Gathering(issued)
+            gathering = self._gathering[issued.number] = _Gathering(issued)
+            self._ready.announce(issued.number)
             for known in self._journal.trajectories(issued.number):
                 self.num_bytes += gathering.take(known)
-            self._gather(gathering)
         self._changed.set()
-
-    def _gather(self, gathering: _Gathering) -> None:
-        number = gathering.issued.number
-        self._gathering[number] = gathering
-        self._ready.announce(number)
 
     def put(self, number: int, part: Prompt | Trajectory) -> None:
         """Take a prompt or a trajectory of a group; it counts once `flush` has written it."""
