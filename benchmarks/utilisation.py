@@ -7,7 +7,8 @@ The model is fixed before anything is run (docs/simulation.md says where its num
 prompts of 200. The trainer is a little faster than the engines: a step with its transfer takes TRAINER_SHARE of the
 time that all engines need, at their best batch size, for the answers of a step.
 
-    busy share    of the engines' time in which at least one request was being worked on
+    busy share    of the engines' time in which they had at least one running request
+    working share the same without pauses, in which requests stand still while weights are swapped
     token share   tokens made, by those that the same engines would make if they decoded all the time at their best
                   batch size
 
@@ -51,6 +52,7 @@ DEATHS_PER_HOUR = {"asynchronous, 4, deaths": 0.1}
 class Result:
     name: str
     busy_share: float
+    working_share: float
     token_share: float
     steps: int
     step_s: float
@@ -120,11 +122,12 @@ def measure(name: str, args: argparse.Namespace, folder: Path) -> Result:
     lines = [json.loads(line) for line in (folder / "engines.jsonl").read_text(encoding="utf-8").splitlines()]
     moments = sorted({line["time"] for line in lines})
     first, last = moments[round(WARM_SHARE * len(moments))], moments[-1]
-    busy_s, tokens, seen = totals(lines, first, last)
+    worked_s, stood_s, tokens, seen = totals(lines, first, last)
     capacity_s = args.engines * (last - first)
     return Result(
         name=name,
-        busy_share=busy_s / capacity_s,
+        busy_share=(worked_s + stood_s) / capacity_s,
+        working_share=worked_s / capacity_s,
         token_share=tokens / (capacity_s * best_rate()),
         steps=len(steps),
         step_s=(last - first) / (len(moments) - 1 - round(WARM_SHARE * len(moments))),
@@ -136,19 +139,17 @@ def measure(name: str, args: argparse.Namespace, folder: Path) -> Result:
     )
 
 
-def totals(lines: list[dict[str, Any]], first: float, last: float) -> tuple[float, float, int]:
-    """Return busy seconds and tokens of all engines between two moments, and how many engines there were."""
+def totals(lines: list[dict[str, Any]], first: float, last: float) -> tuple[float, float, float, int]:
+    """Return seconds at work, seconds in pauses and tokens of all engines between two moments, and their number."""
     by_name: dict[str, list[dict[str, Any]]] = defaultdict(list)
     for line in lines:
         if line["began"] <= line["time"] and first <= line["time"] <= last:
             by_name[line["name"]].append(line)
-    nothing = {"busy_s": 0.0, "tokens": 0}
+    figures = ("worked_s", "stood_s", "tokens")
+    nothing = dict.fromkeys(figures, 0)
     pairs = [(nothing if seen[0]["began"] > first else seen[0], seen[-1]) for seen in by_name.values()]
-    return (
-        sum(end["busy_s"] - start["busy_s"] for start, end in pairs),
-        sum(end["tokens"] - start["tokens"] for start, end in pairs),
-        len(by_name),
-    )
+    worked_s, stood_s, tokens = (sum(end[figure] - start[figure] for start, end in pairs) for figure in figures)
+    return worked_s, stood_s, tokens, len(by_name)
 
 
 def main() -> None:
@@ -161,15 +162,16 @@ def main() -> None:
         f"steps of {GROUPS} prompts x {GROUP_SIZE} answers of {SHORTEST} to {SHORTEST * SPREAD:.0f} tokens (mean "
         f"{mean_answer():.0f}): {step_s:.1f} s for the engines, {TRAINER_SHARE * step_s:.1f} s for trainer and "
         f"transfer; the longest answer alone takes {SHORTEST * SPREAD * MAX_RUNNING / best_rate():.0f} s\n"
-        f"{'':>26} {'busy':>6} {'tokens':>7} {'s a step':>9} {'window':>8} {'engines':>8} {'dropped':>8} {'age':>5}"
+        f"{'':>26} {'busy':>6} {'working':>8} {'tokens':>7} {'s a step':>9} {'window':>8} {'engines':>8} "
+        f"{'dropped':>8} {'age':>5}"
     )
     results: list[Result] = []
     for number, name in enumerate(args.only):
         result = measure(name, args, folder / str(number))
         results.append(result)
         print(
-            f"{name:>26} {result.busy_share:>6.1%} {result.token_share:>7.1%} {result.step_s:>9.2f} "
-            f"{result.window_s:>6.0f} s {result.num_engines_seen:>8} {result.dropped_groups:>8.0f} "
+            f"{name:>26} {result.busy_share:>6.1%} {result.working_share:>8.1%} {result.token_share:>7.1%} "
+            f"{result.step_s:>9.2f} {result.window_s:>6.0f} s {result.num_engines_seen:>8} {result.dropped_groups:>8.0f} "
             f"{result.staleness_mean:>5.2f}",
             flush=True,
         )

@@ -25,6 +25,7 @@ OVERRIDES = (
 
 OF_VLLM = ("engine/limit", "engine/preemptions_total", "engine/cached_tokens_total")
 """Named on the page, and no other engine has them."""
+OF_SIM = ("engine/busy_share", "engine/working_share")
 
 
 def documented() -> set[str]:
@@ -42,4 +43,4 @@ def test_the_page_names_what_a_run_reports(tmp_path: Path) -> None:
     assert {"engine/running", "train/loss", "eval/reward/mean"} <= reported
     assert {name for name in reported - names if not name.startswith(tuple(families))} == set()
     unheard = {name for name in names - reported if not name.endswith("/*")}
-    assert unheard <= {"engine/tokens_per_s", *OF_VLLM}, "the first takes two answers of the engines"
+    assert unheard <= {"engine/tokens_per_s", *OF_VLLM, *OF_SIM}, "the first takes two answers of the engines"

@@ -30,7 +30,7 @@ def test_one_request_takes_its_prefill_and_its_steps() -> None:
     batching = Batching(COST)
     batching.add(Slot(num_prompt=4, limit=3, owner="a"), 10.0)
     assert ends(batching) == [(10.0 + 4 * 0.25 + 3 * 1.5, "a")]
-    assert (batching.tokens(99.0), batching.busy_s(99.0), batching.due) == (3, 5.5, None)
+    assert (batching.tokens(99.0), batching.busy_s(99.0), batching.due) == (3, (5.5, 0.0), None)
 
 
 def test_a_second_request_waits_for_the_step_that_runs_and_its_prefill_stops_the_first() -> None:
@@ -40,7 +40,7 @@ def test_a_second_request_waits_for_the_step_that_runs_and_its_prefill_stops_the
     batching.add(Slot(num_prompt=8, limit=1, owner="b"), 0.7)
     # a: one step to 1.5; b's prefill to 3.5; one step together to 5.5 (b is done); a's third to 7.0.
     assert ends(batching) == [(5.5, "b"), (7.0, "a")]
-    assert (batching.tokens(99.0), batching.busy_s(99.0)) == (4, 7.0)
+    assert (batching.tokens(99.0), batching.busy_s(99.0)) == (4, (7.0, 0.0))
 
 
 def test_a_request_beyond_the_limit_waits_and_an_urgent_one_passes_it() -> None:
@@ -60,10 +60,10 @@ def test_a_pause_begins_after_the_pass_and_costs_nothing_else() -> None:
     batching.pause(0.1)
     assert not batching.stopped and batching.due == 1.5
     assert pass_until(batching, 1.5) == [] and batching.stopped and batching.due is None
-    assert (batching.steps(50.0), batching.busy_s(50.0)) == (1, 1.5)
+    assert (batching.steps(50.0), batching.busy_s(50.0)) == (1, (1.5, 48.5))
     batching.resume(100.0)
     assert ends(batching) == [(101.5, "a")]
-    assert batching.busy_s(200.0) == 3.0
+    assert batching.busy_s(200.0) == (3.0, 98.5)
 
 
 def test_interrupted_requests_have_the_tokens_of_whole_steps() -> None:

@@ -213,7 +213,7 @@ def test_load_counts_busy_time_and_tokens_in_the_middle_of_a_stretch(tmp_path: P
     # Steps of 2 s: first and second request, second and third.
     assert (load["running"], load["waiting"], load["tokens_total"], load["busy_share"]) == (1, 0, 4, 1.0)
     lines = [json.loads(line) for line in record.read_text().splitlines()]
-    assert [(line["time"], line["busy_s"], line["tokens"]) for line in lines] == [(4.1, 4.1, 4), (7.5, 5.5, 5)]
+    assert [(line["time"], line["worked_s"], line["tokens"]) for line in lines] == [(4.1, 4.1, 4), (7.5, 5.5, 5)]
 
 
 def test_close_returns_interrupted_and_may_be_repeated() -> None:

@@ -71,7 +71,7 @@ class Batching:
         self.pausing = False
         """Whether a pause was asked for and not ended; it has begun once `stopped`."""
         self._tokens = 0
-        self._busy_s = 0.0
+        self._worked_s = self._stood_s = 0.0
         self.due: float | None = None
         """When `advance` has something to do; None: not before something is added."""
 
@@ -98,9 +98,11 @@ class Batching:
         """Return the tokens made so far."""
         return self._tokens + self._steps_since(now) * len(self._running)
 
-    def busy_s(self, now: float) -> float:
-        """Return the seconds in which a pass ran."""
-        return self._busy_s + (now - self._began if self._phase in ("prefill", "decode") else 0.0)
+    def busy_s(self, now: float) -> tuple[float, float]:
+        """Return the seconds in which a pass ran, and those in which requests stood still in a pause."""
+        since = now - self._began
+        works, stands = self._phase in ("prefill", "decode"), self.stopped and bool(self._running)
+        return self._worked_s + since * works, self._stood_s + since * stands
 
     def add(self, slot: Slot, now: float, *, first: bool = False) -> None:
         """Let a request wait for its admission; `first`: before all others that wait."""
@@ -123,14 +125,15 @@ class Batching:
         """Stop at the next boundary; with nothing running that is now."""
         self.pausing = True
         if self._phase == "idle":
+            self._close_stretch(now)
             self._phase, self.due = "stopped", None
         self._need_boundary(now)
 
     def resume(self, now: float) -> None:
         self.pausing = False
         if self.stopped:
+            self._close_stretch(now)
             self._phase = "idle"
-            self._began = now
             self._need_boundary(now)
 
     def interrupt(self, now: float) -> list[Slot]:
@@ -212,8 +215,7 @@ class Batching:
         steps = self._steps_since(now)
         self._tokens += steps * len(self._running)
         self._steps += steps
-        if self._phase in ("prefill", "decode"):
-            self._busy_s += now - self._began
+        self._worked_s, self._stood_s = self.busy_s(now)
         if self._phase == "prefill" and now > self._began:
             self._prefilled = 0
         self._began = now

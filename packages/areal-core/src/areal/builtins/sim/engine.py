@@ -162,25 +162,28 @@ class SimEngine:
             self._timer.cancel()
 
     def load(self) -> dict[str, float]:
-        """Return how busy it is; ``busy_share`` is of the time since it started, ``kv_usage`` of its places."""
+        """Return how busy it is; ``kv_usage`` is of its places.
+
+        Of the time since it started: ``busy_share`` with at least one running request, ``working_share`` without the
+        pauses, in which those stand still.
+        """
         running, waiting = self._batching.sizes
         now = self._clock.time() if self._state == "" else self._began
-        busy_s, tokens = self._batching.busy_s(now), self._batching.tokens(now)
+        (worked_s, stood_s), tokens = self._batching.busy_s(now), self._batching.tokens(now)
+        age_s = now - self._began
         if self._options.record:
-            self._record(now, busy_s, tokens)
+            line = {"name": self._name, "began": self._began, "time": now, "worked_s": worked_s, "stood_s": stood_s}
+            with Path(self._options.record).open("a", encoding="utf-8") as file:
+                file.write(json.dumps({**line, "tokens": tokens}) + "\n")
         return {
             "running": running,
             "waiting": waiting,
             "kv_usage": running / self._options.max_running,
-            "busy_share": busy_s / (now - self._began) if now > self._began else 0.0,
+            "busy_share": (worked_s + stood_s) / age_s if age_s > 0 else 0.0,
+            "working_share": worked_s / age_s if age_s > 0 else 0.0,
             "tokens_total": tokens,
             "version": self._changes[-1][1],
         }
-
-    def _record(self, now: float, busy_s: float, tokens: int) -> None:
-        line = {"name": self._name, "began": self._began, "time": now, "busy_s": busy_s, "tokens": tokens}
-        with Path(self._options.record).open("a", encoding="utf-8") as file:
-            file.write(json.dumps(line) + "\n")
 
     def _set_timer(self) -> None:
         due = self._batching.due

@@ -128,9 +128,9 @@ class ReplayBuffer:
                 self._make_ready(group, num_bytes)
         for issued in unfinished:
             gathering = self._gathering[issued.number] = _Gathering(issued)
+            self._ready.announce(issued.number)
             for known in self._journal.trajectories(issued.number):
                 self.num_bytes += gathering.take(known)
-            self._ready.announce(issued.number)
         self._changed.set()
 
     def put(self, number: int, part: Prompt | Trajectory) -> None:
