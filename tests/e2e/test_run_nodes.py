@@ -45,7 +45,8 @@ def test_a_run_trains_across_nodes_and_survives_the_death_of_one(
         "engine.replicas=2",
         "--cluster=ray",
         f"--address={three_nodes.address}",
-        "--reshard=disk",
+        "--reshard=xccl",
+        "reshard.shared_memory=never",
         **JOINED,
     )
     processes.append(process)

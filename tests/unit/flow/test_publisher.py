@@ -13,6 +13,7 @@ from areal.cluster.inline import InlineHandle
 from areal.contracts.component import Component
 from areal.contracts.transfer import Layout, Plan, Receipt, Transfer
 from areal.errors import TransferFailed, WorkerDied, WorkerFailed
+from areal.flow.weights import publisher as publisher_module
 from areal.flow.weights.publisher import Published, Publisher, Target
 
 SUMS = {"a.weight": 11, "b.weight": 22}
@@ -266,3 +267,27 @@ async def test_the_trainer_does_not_wait_for_a_slow_engine() -> None:
     assert site.engines[0].heard == []
     Slow.arrived.set()
     assert (await staged.commit()).committed == ("engine-0", "engine-1")
+
+
+class WaitingTrainer(Side):
+    """Sends only when it is told that a receiver is gone, and says so."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.told = asyncio.Event()
+
+    async def send(self, transfer: Transfer) -> Receipt:  # type: ignore[override]
+        await self.told.wait()
+        raise TransferFailed("engine-0 did not come")
+
+    async def interrupt(self) -> None:
+        self.told.set()
+
+
+async def test_a_sender_that_waits_for_a_dead_engine_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(publisher_module, "NOTICE_S", 0.05)
+    trainer = WaitingTrainer()
+    site = Site(Side(stage=WorkerDied("engine-0 died")), Side(), trainer=trainer)
+    with pytest.raises(TransferFailed, match="engine-0 did not come"):
+        await asyncio.wait_for(site.publisher.stage(1, site.targets()), 5)
+    assert trainer.told.is_set() and "rollback" in site.engines[1].heard

@@ -34,10 +34,13 @@ class Receiver(Protocol):
 
 @runtime_checkable
 class Interrupts(Protocol):
-    """Optional: a receiver that need not wait for a sender that is gone. Invariant: safe from any thread."""
+    """Optional, for senders, receivers and backends: need not wait for a peer that is gone.
+
+    Invariant: safe from any thread, at any time.
+    """
 
     def interrupt(self) -> None:
-        """Make the `receive` that runs end soon, with TransferFailed: the version was rolled back."""
+        """Make the `send` or `receive` that runs, if one does, end soon with TransferFailed."""
         ...
 
 

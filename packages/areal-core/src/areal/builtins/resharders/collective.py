@@ -42,10 +42,11 @@ class CollectiveSender:
         self._listener: socket.socket | None = None
         self._group: Group | None = None
         self._token = ""
+        self._deadline = Deadline(0.0)
 
     def send(self, version: Version, tensors: Iterable[tuple[str, torch.Tensor]], deadline_s: float) -> Receipt:
         """Broadcast all tensors in buckets; TransferFailed names the engines that are missing, gone or gave up."""
-        deadline = Deadline(deadline_s)
+        deadline = self._deadline = Deadline(deadline_s)
         members: dict[int, Channel] = {}
         try:
             group = self._meet(members, self._gather(version, members, deadline), deadline)
@@ -65,6 +66,10 @@ class CollectiveSender:
                 channel.close()
         size = sum(map(num_bytes, self._specs))
         return Receipt(version=version, checksums=checksums, num_bytes=size, seconds=deadline.elapsed_s)
+
+    def interrupt(self) -> None:
+        """Wait no longer for receivers that have not come."""
+        self._deadline.end()
 
     def close(self) -> None:
         """Leave the group and give the port back. Idempotent."""

@@ -19,6 +19,8 @@ PORTS = range(20000, 32768)
 _chance = random.SystemRandom()
 # A process that is up writes its line at once; more is a stranger on our port.
 HELLO_S = 5.0
+# A deadline may be ended from another thread; between two looks at it a listener waits so long.
+LISTEN_S = 0.2
 
 
 class Channel:
@@ -84,9 +86,17 @@ def listen(address: str, port: int) -> socket.socket:
 
 
 def accept(listener: socket.socket, deadline: Deadline) -> tuple[Channel, dict[str, Any]] | None:
-    """Return the next peer and its first message; None for a stranger. Raises TimeoutError."""
-    listener.settimeout(max(deadline.left_s, 0.001))
-    channel = Channel(listener.accept()[0])
+    """Return the next peer and its first message; None when nobody came for a moment, or a stranger did.
+
+    Raises TimeoutError.
+    """
+    listener.settimeout(min(max(deadline.left_s, 0.001), LISTEN_S))
+    try:
+        channel = Channel(listener.accept()[0])
+    except TimeoutError:
+        if deadline.left_s == 0:
+            raise
+        return None
     try:
         return channel, channel.receive(Deadline(min(HELLO_S, max(deadline.left_s, 0.001))))
     except OSError:

@@ -19,7 +19,7 @@ from areal.builtins.torch_backend.schedule import learning_rate as scheduled_rat
 from areal.builtins.torch_backend.tokens import token_batch
 from areal.contracts.algorithm import Loss
 from areal.contracts.messages import Batch
-from areal.contracts.resharder import Sender
+from areal.contracts.resharder import Interrupts, Sender
 from areal.contracts.specs import BackendContext
 from areal.contracts.transfer import Layout, Plan, Receipt, TensorSpec, Transfer, local_host
 from areal.errors import ConfigError, WorkerFailed
@@ -193,6 +193,11 @@ class TorchBackend:
         kept: list[Tensor] | None = saved.get("reference")
         self._reference = None if kept is None else [tensor.to(self._device) for tensor in kept]
         state.set_random_state(saved["random"], self._device)
+
+    def interrupt(self) -> None:
+        """Make the `send` that runs wait no longer for receivers that are gone, where the resharder can."""
+        if self._sender is not None and isinstance(self._sender[1], Interrupts):
+            self._sender[1].interrupt()
 
     def close(self) -> None:
         """Close the sender, if there is one."""

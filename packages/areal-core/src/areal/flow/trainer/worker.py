@@ -14,6 +14,7 @@ from areal.contracts.algorithm import Algorithm, Needs, RefinesAdvantages, UsesC
 from areal.contracts.backend import Backend, Closes
 from areal.contracts.component import Component, import_object
 from areal.contracts.messages import Batch, Completion, Group, Row, Version
+from areal.contracts.resharder import Interrupts
 from areal.contracts.specs import BackendContext
 from areal.contracts.transfer import Layout, Receipt, Transfer
 from areal.errors import ArealError, JournalError, PluginError
@@ -186,6 +187,11 @@ class TrainerWorker:
 
     def send(self, transfer: Transfer) -> Receipt:
         return self._backend.send(transfer)
+
+    async def interrupt(self) -> None:
+        """Make the `send` that runs wait no longer for receivers that are gone, where backend and resharder can."""
+        if isinstance(self._backend, Interrupts):
+            self._backend.interrupt()
 
     def save(self, path: str) -> None:
         """Write the state into the folder `path`; JournalError, whatever a library's own error is."""

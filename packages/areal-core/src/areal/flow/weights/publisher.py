@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -19,6 +20,9 @@ from areal.contracts.messages import Version
 from areal.contracts.resharder import Resharder
 from areal.contracts.transfer import Layout, Phase, Plan, Receipt, Transfer
 from areal.errors import ArealError, TrainerLost, TransferFailed, WorkerFailed
+
+NOTICE_S = 2.0
+"""For a sender to notice by itself that a receiver is gone, and then for it to hear so."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,7 +85,7 @@ class Publisher:
         sending = asyncio.ensure_future(self._trainer.call("send", transfer, deadline_s=patience_s))
         self._staged = staged = Staged(transfer, targets, receiving)
         try:
-            staged.sent = await sending
+            staged.sent = await self._sent(sending, receiving)
         except (ArealError, asyncio.CancelledError) as error:
             self.forget_plan()
             await staged.roll_back()
@@ -92,6 +96,22 @@ class Publisher:
             ) from error
         staged.send_s = asyncio.get_running_loop().time() - began
         return staged
+
+    async def _sent(self, sending: asyncio.Future[Receipt], receiving: Sequence[asyncio.Future[Receipt]]) -> Receipt:
+        """Wait until the trainer has sent; one that waits for a receiver that is gone is told so."""
+        try:
+            open_ones: set[asyncio.Future[Receipt]] = {sending, *receiving}
+            while not sending.done():
+                done, open_ones = await asyncio.wait(open_ones, return_when=asyncio.FIRST_COMPLETED)
+                if any(_is_gone(receipt) for receipt in done - {sending}):
+                    await asyncio.wait([sending], timeout=NOTICE_S)  # most roads notice it themselves
+                    if not sending.done():
+                        with suppress(WorkerFailed):  # whatever is wrong with it, the send says so as well
+                            await self._trainer.call("interrupt", deadline_s=NOTICE_S)
+            return await sending
+        except asyncio.CancelledError:
+            sending.cancel()
+            raise
 
     def forget_plan(self) -> None:
         """The road had a fault, or begins elsewhere now: the next publish builds a new one."""
@@ -172,6 +192,10 @@ class Staged:
 
     def _phase(self, phase: Phase, member: int) -> Transfer:
         return replace(self.transfer, phase=phase, member=member)
+
+
+def _is_gone(receipt: asyncio.Future[Receipt]) -> bool:
+    return not receipt.cancelled() and isinstance(receipt.exception(), WorkerFailed)
 
 
 def _verify(sent: Receipt, received: Receipt | BaseException) -> str:
