@@ -171,8 +171,8 @@ def main() -> None:
         results.append(result)
         print(
             f"{name:>26} {result.busy_share:>6.1%} {result.working_share:>8.1%} {result.token_share:>7.1%} "
-            f"{result.step_s:>9.2f} {result.window_s:>6.0f} s {result.num_engines_seen:>8} {result.dropped_groups:>8.0f} "
-            f"{result.staleness_mean:>5.2f}",
+            f"{result.step_s:>9.2f} {result.window_s:>6.0f} s {result.num_engines_seen:>8} "
+            f"{result.dropped_groups:>8.0f} {result.staleness_mean:>5.2f}",
             flush=True,
         )
     if args.out:
