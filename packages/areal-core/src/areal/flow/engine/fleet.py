@@ -46,6 +46,7 @@ class Fleet:
         self._on_change = on_change
         self._names = itertools.count()
         self._meter = LoadMeter()
+        self._num_joining = 0
         self.members: dict[str, Member] = {}
 
     async def add(self) -> str:
@@ -58,6 +59,7 @@ class Fleet:
             await handle.kill()
             raise
         self.members[name] = Member(handle=handle, layout=layout)
+        self._num_joining += 1
         return name
 
     async def committed(self, names: list[str]) -> None:
@@ -65,6 +67,7 @@ class Fleet:
         newly = [name for name in names if name in self.members and not self.members[name].serving]
         for name in newly:
             self.members[name].serving = True
+            self._num_joining -= 1
         if newly:
             await self._tell()
 
@@ -87,14 +90,18 @@ class Fleet:
 
     async def _take_out(self, name: str) -> Member | None:
         member = self.members.pop(name, None)
-        if member is not None and member.serving:
+        if member is None:
+            return None
+        if member.serving:
             await self._tell()
+        else:
+            self._num_joining -= 1
         return member
 
     @property
     def joining(self) -> bool:
         """Whether a replica waits for its first weights."""
-        return any(not member.serving for member in self.members.values())
+        return self._num_joining > 0
 
     async def _tell(self) -> None:
         await self._on_change({name: m.handle for name, m in self.members.items() if m.serving})
