@@ -203,7 +203,15 @@ async def test_a_hanging_worker_is_ended_and_replaced(monkeypatch: pytest.Monkey
 
     async def scene() -> None:
         site.engine("engine-1").said = {}
-        monkeypatch.setattr(site.fleet.members["engine-1"].handle, "ping", silent)
+        hanging = site.fleet.members["engine-1"].handle
+        end = hanging.kill
+
+        async def end_slowly() -> None:
+            await end()
+            await asyncio.sleep(0.05)  # a frozen process takes a moment, in which its death is reported
+
+        monkeypatch.setattr(hanging, "ping", silent)
+        monkeypatch.setattr(hanging, "kill", end_slowly)
         site.engine("engine-0").said = {"running": 0.0, "tokens_total": 3.0}
         await until(lambda: "engine-2" in site.fleet.members)
 

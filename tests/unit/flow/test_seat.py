@@ -58,6 +58,16 @@ async def test_a_trainer_that_dies_in_a_call_is_lost() -> None:
     assert site.seat.handle is None
 
 
+async def test_a_trainer_that_is_ended_in_a_call_is_lost_for_the_reason_it_was_ended_for() -> None:
+    site = Site()
+    await site.seat.fill()
+    calling = asyncio.create_task(site.seat.call("hang", deadline_s=60.0))
+    await asyncio.sleep(0.01)
+    await site.seat.lost("trainer-0", "trainer-0 gave no sign of life")
+    with pytest.raises(TrainerLost, match=r"^trainer-0 gave no sign of life$"):
+        await asyncio.wait_for(calling, 5)
+
+
 async def test_a_trainer_that_hangs_is_ended_and_lost() -> None:
     site = Site()
     await site.seat.fill()

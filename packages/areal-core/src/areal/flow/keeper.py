@@ -177,8 +177,7 @@ class Keeper:
 
     async def _check(self, name: str, handle: Handle) -> None:
         if hangs := await self.hangs(name, handle, self._settings.hang_timeout_s):
-            await handle.kill()
-            await self.lost(name, hangs)
+            await self.lost(name, hangs)  # before its end is noticed, whose reason says less
 
     async def hangs(self, name: str, handle: Handle, patience_s: float) -> str:
         """Return why a worker hangs, or an empty string; takes `patience_s` at most."""

@@ -42,7 +42,7 @@ class TrainerSeat:
                 return await handle.call(method, *args)
         except WorkerDied as error:
             await self.lost(handle.name, str(error))
-            raise TrainerLost(str(error)) from error
+            raise TrainerLost(self._reason) from error  # whoever ended it has said why
         except TimeoutError:
             if not deadline.expired():
                 raise
