@@ -10,6 +10,7 @@ from flow_samples import handle_of
 from areal.contracts.cluster import Handle
 from areal.contracts.transfer import Layout
 from areal.errors import WorkerDied, WorkerFailed
+from areal.flow.engine import load as load_module
 from areal.flow.engine.fleet import Fleet
 
 
@@ -17,6 +18,7 @@ class ScriptedEngine:
     def __init__(self, name: str, running: float | None = 1.0, failure: Exception | None = None) -> None:
         self.name, self.running, self.failure = name, running, failure
         self.heard: list[str] = []
+        self.more: dict[str, float] = {}
 
     async def pause(self, mode: str) -> None:
         self.heard.append(f"pause {mode}")
@@ -29,7 +31,7 @@ class ScriptedEngine:
     async def load(self) -> dict[str, float]:
         if self.running is None:
             raise WorkerDied("gone")
-        return {"running": self.running, "kv_usage": 0.25}
+        return {"running": self.running, "kv_usage": 0.25} | self.more
 
     async def close(self) -> None:
         self.heard.append("close")
@@ -114,3 +116,24 @@ async def test_load_is_that_of_all_members() -> None:
         await site.fleet.add()
     await site.fleet.measure_load()
     assert site.fleet.load == {"engine/running": 5.0, "engine/kv_usage": 0.25, "engine/silent": 1.0}
+
+
+async def test_an_engine_that_is_held_is_not_stuck(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 100.0
+    monkeypatch.setattr(load_module, "_now", lambda: now)
+    engine = ScriptedEngine("a")
+    engine.more = {"tokens_total": 7.0}
+    fleet = Site(engine).fleet
+    await fleet.add()
+    for _ in range(3):
+        await fleet.measure_load()
+        now += 10
+    assert fleet.stuck_s("engine-0") == 20.0 and fleet.load_of("engine-0")["running"] == 1.0
+    with fleet.held():
+        assert fleet.stuck_s("engine-0") == 0.0
+    now += 10
+    await fleet.measure_load()
+    assert fleet.stuck_s("engine-0") == 10.0, "counted from the moment it was let go"
+    engine.more = {"tokens_total": 8.0}
+    await fleet.measure_load()
+    assert fleet.stuck_s("engine-0") == 0.0

@@ -84,11 +84,11 @@ class Publishing:
 
     async def _commit(self, staged: Staged | None, version: Version) -> None:
         if staged is not None:
-            published = await staged.commit()
+            with self._fleet.held():
+                published = await staged.commit()
             self.metrics = published.metrics
             for name, reason in published.failed.items():
                 await self._keeper.lost(name, reason)
-            self._fleet.excuse()  # they were paused, maybe for long
             await self._fleet.committed(list(published.committed))
         self._journal.published(version)
         self._pacing.publish(version)

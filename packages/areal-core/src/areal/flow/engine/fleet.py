@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-from collections.abc import Awaitable, Callable, Mapping
-from contextlib import suppress
+from collections.abc import Awaitable, Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 
 from areal.contracts.cluster import Handle
@@ -47,6 +47,7 @@ class Fleet:
         self._names = itertools.count()
         self._meter = LoadMeter()
         self._num_joining = 0
+        self._is_held = False
         self.members: dict[str, Member] = {}
 
     async def add(self) -> str:
@@ -120,9 +121,18 @@ class Fleet:
         return self._meter.loads.get(name, {})
 
     def stuck_s(self, name: str) -> float:
-        """For how many seconds a replica has had requests and made no token, as far as it tells."""
-        return self._meter.stuck_s(name)
+        """For how many seconds a replica has had requests and made no token, as far as it tells.
 
-    def excuse(self) -> None:
-        """Somebody made the replicas stop, as a change of weights does: none of them is stuck."""
-        self._meter.excuse()
+        0 while somebody holds the replicas.
+        """
+        return 0.0 if self._is_held else self._meter.stuck_s(name)
+
+    @contextmanager
+    def held(self) -> Iterator[None]:
+        """Somebody makes the replicas stop, as a change of weights does: none of them is stuck meanwhile."""
+        self._is_held = True
+        try:
+            yield
+        finally:
+            self._is_held = False
+            self._meter.excuse()
