@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-from collections.abc import Awaitable, Callable, Iterator, Mapping
+from collections.abc import Awaitable, Callable, Generator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 
@@ -128,7 +128,7 @@ class Fleet:
         return 0.0 if self._is_held else self._meter.stuck_s(name)
 
     @contextmanager
-    def held(self) -> Iterator[None]:
+    def held(self) -> Generator[None]:
         """Somebody makes the replicas stop, as a change of weights does: none of them is stuck meanwhile."""
         self._is_held = True
         try:

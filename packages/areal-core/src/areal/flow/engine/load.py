@@ -44,7 +44,7 @@ class LoadMeter:
         loads = {name: load for name, load in zip(engines, answers, strict=True) if load is not None}
         figures = _combined(list(loads.values())) | {"silent": float(len(engines) - len(loads))}
         tokens = {name: load["tokens_total"] for name, load in loads.items() if "tokens_total" in load}
-        if tokens and self._asked_at is not None:
+        if tokens and self._asked_at is not None and asked_at > self._asked_at:  # a virtual clock may stand still
             made = sum(max(0.0, total - self._tokens.get(name, 0.0)) for name, total in tokens.items())
             figures["tokens_per_s"] = made / (asked_at - self._asked_at)
         # The tokens of a silent replica count when it speaks again.
