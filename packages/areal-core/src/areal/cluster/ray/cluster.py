@@ -22,7 +22,7 @@ from areal.cluster.host import collect_rarely
 from areal.cluster.process import Ending, Process, Remains, remains
 from areal.cluster.ray.actor import RayHost
 from areal.cluster.ray.handle import BESIDE, RayHandle
-from areal.cluster.ray.nodes import run_there
+from areal.cluster.ray.nodes import run_there, sizes
 from areal.cluster.ray.placement import Placement
 from areal.cluster.reasons import ENDED_BY_US, root_cause, said_by_ray, with_tail
 from areal.contracts.cluster import Room, WorkerDeath, WorkerSpec
@@ -41,6 +41,9 @@ STATUS_S = 0.5
 """The kernel knows a status once the process has been reaped, moments after its connections broke."""
 TOGETHER_S = 3.0
 """Workers that die within this time of another have most likely died of the same."""
+
+NO_NODE_LEFT = "Ray's own process on this machine (raylet) has ended and all workers with it, so none can be started"
+"""A cluster that was made for this run gets no other node."""
 
 OWN_CLUSTER = {
     # One busy machine, whose only node must not be given up because it is slow: noticed after some 20 s.
@@ -72,7 +75,7 @@ class RayCluster:
         self._placement = Placement(options.reserve_timeout_s)
         self._handles: dict[str, RayHandle] = {}
         self._lifelines: dict[str, asyncio.Task[str]] = {}
-        self._deaths: asyncio.Queue[WorkerDeath] = asyncio.Queue()
+        self._deaths: asyncio.Queue[WorkerDeath | WorkerFailed] = asyncio.Queue()
         self._first_failure: tuple[str, float] | None = None
 
     async def start(self) -> None:
@@ -83,7 +86,7 @@ class RayCluster:
         try:
             # In the main thread: Ray's processes end when the thread that started them ends.
             self._connect()
-        except (ConnectionError, RuntimeError, RayError, ValueError, TimeoutError) as error:
+        except Exception as error:  # Ray raises a bare one when its processes are not there in time
             raise WorkerFailed(self._why_not_connected(error)) from error
 
     def _connect(self) -> None:
@@ -116,11 +119,13 @@ class RayCluster:
         return await self._placement.reserve(rooms)
 
     async def spawn(self, spec: WorkerSpec) -> RayHandle:
-        strategy = await self._placement.take(spec)
         try:
+            strategy = await self._placement.take(spec)
             handle, ending = await self._born(spec, strategy)
-        except BaseException:
+        except BaseException as error:
             self._placement.give_back(spec.name)
+            if isinstance(error, WorkerFailed) and not self._options.address and not await asyncio.to_thread(sizes):
+                self._deaths.put_nowait(WorkerFailed(NO_NODE_LEFT))
             raise
         self._handles[spec.name] = handle
         lifeline = asyncio.create_task(self._hold_lifeline(handle, ending))
@@ -232,7 +237,10 @@ class RayCluster:
 
     async def watch(self) -> AsyncIterator[WorkerDeath]:
         while True:
-            yield await self._deaths.get()
+            death = await self._deaths.get()
+            if isinstance(death, WorkerFailed):
+                raise death
+            yield death
 
     async def close(self) -> None:
         for task in self._lifelines.values():
