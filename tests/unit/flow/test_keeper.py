@@ -161,6 +161,29 @@ async def test_a_trainer_is_counted_and_waits_longer_when_it_keeps_dying() -> No
     assert [name for name, _, _ in site.losses] == ["trainer-0", "trainer-1", "trainer-2", "trainer-3"]
 
 
+async def test_a_trainer_that_cannot_be_started_is_tried_again_with_longer_pauses(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    site = Site(most_lost=5)
+    pauses: list[float] = []
+
+    async def scene() -> None:
+        sleep = asyncio.sleep
+
+        async def slept(seconds: float) -> None:
+            pauses.append(seconds)
+            await sleep(0)
+
+        await site.seat.lost(site.seat.name, "its node died")
+        with monkeypatch.context() as patch:
+            patch.setattr("areal.flow.keeper.asyncio.sleep", slept)
+            for _ in range(5):
+                await site.keeper.trainer_lost("no room for it")
+
+    await site.play(scene)
+    assert [pause for pause in pauses if pause != 30.0] == [0.0, 0.01, 0.02, 0.04, 0.08]
+
+
 async def test_a_place_is_tried_again_until_somebody_can_be_started() -> None:
     site = Site(most_lost=1)
 

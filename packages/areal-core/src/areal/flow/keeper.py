@@ -92,6 +92,8 @@ class Keeper:
         self._tasks: TaskSet
         self._changed: Callable[[], None]
         self._wanted: dict[Kind, int] = {kind: bounds.wanted for kind, bounds in settings.bounds.items()}
+        self._trainer_turn: Turn | None = None
+        """While the trainer's seat is to be filled."""
         self.step = 0
         """The run's step, for the ledger."""
 
@@ -135,9 +137,12 @@ class Keeper:
     async def trainer_lost(self, reason: str) -> None:
         """Count the trainer's loss and wait until another one may be started; WorkerFailed when it is one too many."""
         self._ledger.lost(self._seat.name, reason, self.step)
-        turn = self._restarts.lost(self._seat.name, reason)
+        if self._trainer_turn is None:
+            self._trainer_turn = self._restarts.lost(self._seat.name, reason)
+        else:  # its successor did not even come to work
+            self._trainer_turn = self._restarts.failed(self._trainer_turn, self._seat.name, reason, counts=True)
         self._listener.replaced(self._seat.name, reason)
-        await asyncio.sleep(turn.pause_s)
+        await asyncio.sleep(self._trainer_turn.pause_s)
 
     @property
     def num_lost(self) -> int:
@@ -145,7 +150,10 @@ class Keeper:
         return self._restarts.num_lost
 
     def trainer_started(self) -> None:
-        self._restarts.born(self._seat.name)
+        """The trainer in the seat is where its predecessor's checkpoint was."""
+        quick = self._trainer_turn.quick if self._trainer_turn else 0
+        self._restarts.born(self._seat.name, quick)
+        self._trainer_turn = None
 
     async def _fill(self, kind: Kind, turn: Turn) -> None:
         """Start a worker in a free place, again and again until it works or nobody wants it any more."""
