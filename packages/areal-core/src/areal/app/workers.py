@@ -6,12 +6,13 @@ import asyncio
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import cache
 
 from areal.app.resolve import Resolved
 from areal.contracts.cluster import Cluster, Handle, Reserves, Room, WorkerSpec
 from areal.contracts.specs import BackendContext, EngineContext, ModelSpec
 from areal.monitor.folder import RunFolder
-from areal.plugins import discover
+from areal.plugins import Plugins, discover
 
 
 class Workers:
@@ -140,8 +141,13 @@ class Workers:
 
 def announce_engine_process(name: str, blocked: Sequence[str]) -> None:
     """Tell plugins, inside an engine's process and before its library is imported, that this is one."""
+    _plugins_of_this_process(tuple(blocked)).announce("areal_engine_process", name=name)
+
+
+@cache
+def _plugins_of_this_process(blocked: tuple[str, ...]) -> Plugins:
     # In an environment of its own (`engine.python`) there may be other plugins than the controller's.
-    discover(blocked, missing_ok=True).announce("areal_engine_process", name=name)
+    return discover(blocked, missing_ok=True)
 
 
 def with_path(model: ModelSpec, path: str) -> ModelSpec:
