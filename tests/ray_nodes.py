@@ -70,9 +70,15 @@ class Nodes:
         self.nodes: list[Node] = []
         self._namespaces = namespaces or {}
 
-    def head(self, *, ip: str = "127.0.0.1", **resources: float) -> Node:
+    def head(self, *, ip: str = "127.0.0.1", num_gpus: int = 0, **resources: float) -> Node:
+        """`num_gpus`: what Ray is told; it looks at none."""
         self.address = f"{ip}:{self.port}"
-        where = [f"--port={self.port}", "--include-dashboard=false", f"--temp-dir={self.folder}"]
+        where = [
+            f"--port={self.port}",
+            "--include-dashboard=false",
+            f"--temp-dir={self.folder}",
+            f"--num-gpus={num_gpus}",
+        ]
         return self._start(ip, ["--head", *where], resources)
 
     def add(self, *, ip: str = "127.0.0.1", **resources: float) -> Node:

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from areal.builtins.hooks import areal_engines
 from areal.contracts.component import Component
 from areal.testing.engine import EngineConformance
 
@@ -13,12 +14,8 @@ from areal.testing.engine import EngineConformance
 class TestKeep(EngineConformance):
     @pytest.fixture
     def component(self) -> Component:
-        package = "areal.builtins.transformers_engine"
-        return Component(
-            name="transformers",
-            factory=f"{package}.engine:TransformersEngine",
-            options=f"{package}.options:TransformersEngineOptions",
-        )
+        (component,) = [offered for offered in areal_engines() if offered.name == "transformers"]
+        return component
 
 
 class TestRecompute(TestKeep):

@@ -32,6 +32,18 @@ def test_one_sample_is_enough_without_comparison(table: dict[str, str]) -> None:
     resolve(RunConfig.model_validate({"algorithm": {**table, "group_size": 1}}), PLUGINS)
 
 
+@pytest.mark.parametrize(
+    ("kind", "able"), [("engine", "transformers"), ("backend", "torch")], ids=["engine", "backend"]
+)
+def test_only_who_gives_its_memory_away_shares_a_device(kind: str, able: str) -> None:
+    config = RunConfig.model_validate({"resources": {"shared": True}, kind: {"name": "sim"}})
+    said = f"asks the {kind} to give its memory away and 'sim' cannot; use {kind} {able}"
+    with pytest.raises(ConfigError, match=said) as caught:
+        resolve(config, PLUGINS)
+    assert "or leave 'resources.shared' out" in str(caught.value) and "\n" not in str(caught.value)
+    resolve(RunConfig.model_validate({"resources": {"shared": True}}), PLUGINS)
+
+
 def test_the_default_recipe() -> None:
     resolved = resolve(RunConfig.model_validate({}), PLUGINS)
     assert resolved.engine.component.name == "transformers" and resolved.cluster.component.name == "ray"

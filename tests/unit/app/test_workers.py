@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -11,7 +12,9 @@ import pytest
 
 from areal.app.resolve import resolve
 from areal.app.workers import Workers, announce_engine_process
+from areal.builtins.accelerators.cpu import CpuAccelerator
 from areal.config import RunConfig
+from areal.contracts.accelerator import Accelerator
 from areal.contracts.cluster import Cluster, Handle, Room, WorkerSpec
 from areal.contracts.specs import EngineContext
 from areal.monitor.folder import RunFolder
@@ -91,6 +94,29 @@ async def test_room_for_everybody_is_reserved(tmp_path: Path) -> None:
         Room(kind="engine", resources={"infer": 2.0}, count=4, least=1),
     ]
     await Workers(resolved, config.model, cast(Cluster, Recorder()), RunFolder(tmp_path), ()).reserve()
+
+
+async def test_on_a_shared_device_each_has_half_of_it_in_one_place_and_all_cores(tmp_path: Path) -> None:
+    config = RunConfig.model_validate({"device": "cpu", "resources": {"shared": True}})
+    resolved = replace(resolve(config, discover()), accelerator=cast(Accelerator, Gpu()))
+    holder = Holder()
+    workers = Workers(resolved, config.model, cast(Cluster, holder), RunFolder(tmp_path), ())
+    await workers.reserve()
+    trainer, engine = {"train": 1.0, "GPU": 0.5}, {"infer": 1.0, "GPU": 0.5}
+    (room,) = holder.rooms
+    assert room == Room(kind="trainer", resources=trainer, count=1, least=1, beside={"engine": engine})
+    assert room.whole == {"train": 1.0, "infer": 1.0, "GPU": 1.0}
+    workers.model_is_there.set()
+    await workers.trainer("trainer-0")
+    await workers.engine("engine-0")
+    assert [spec.resources for spec in holder.specs] == [trainer, engine]
+    assert {spec.environment["OMP_NUM_THREADS"] for spec in holder.specs} == {str(CORES)}
+
+
+class Gpu(CpuAccelerator):
+    """The CPU under the resource of another device. Invariant: asks for no device."""
+
+    resource = "GPU"
 
 
 async def test_only_engines_run_in_another_interpreter(tmp_path: Path, other_python: Path) -> None:

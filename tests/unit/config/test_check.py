@@ -34,6 +34,17 @@ REFUSED = {
     "resources: {infer: {num_gpus: 4}}\nengine:\n  replicas: 3": (
         ":3: 'engine.replicas' 3 cannot share 4 devices of 'resources.infer' evenly; nearest: 2"
     ),
+    "resources:\n  shared: true\n  train: {num_gpus: 2}": (
+        ":2: 'resources.shared' is for one device and 'resources.train' asks for 2; ask for one, or leave "
+        "'resources.shared' out"
+    ),
+    "resources: {shared: true, infer: {num_nodes: 2}}": (
+        ":1: 'resources.shared' is for one device and 'resources.infer' asks for 2; ask for one, or leave "
+        "'resources.shared' out"
+    ),
+    "resources: {shared: true}\nengine:\n  replicas: 2": (
+        ":3: 'resources.shared' is for one engine and 'engine.replicas' is 2; nearest: 1"
+    ),
     "environments:\n- {name: m, type: a}\n- {name: n, type: b}\n- {name: m, type: c}": (
         ":2: 2 environments are named 'm'; give each its own 'name'"
     ),
@@ -63,6 +74,7 @@ ALLOWED = [
     "resources: {train: {num_gpus: 8, num_nodes: 2, gpus_per_node: 4}, infer: {num_gpus: 6, num_nodes: 3}}",
     "resources: {infer: {num_gpus: 4}}\nengine: {replicas: 2}",
     "engine: {replicas: 3}",
+    "resources: {shared: true, train: {num_gpus: 1}, infer: {num_gpus: 1}}",
     "environments: [{type: a, weight: 0}, {type: b}]",
     "sampling: {temperature: 0}\nalgorithm: {group_size: 1}",
     "staleness: {max: 0}",

@@ -24,6 +24,7 @@ from areal.flow.publishing import Publishing
 from areal.flow.restarts import Restarts
 from areal.flow.rollout.budget import FailureBudget
 from areal.flow.rollout.crew import Crew
+from areal.flow.sharing import DeviceSharing, OwnDevices
 from areal.flow.trainer.parity import Bounds
 from areal.flow.trainer.seat import TrainerSeat
 from areal.flow.weights.publisher import Publisher
@@ -52,6 +53,7 @@ class Assembly:
         crew: Crew,
         journal: Journal,
         observer: RunObserver,
+        sharing: OwnDevices,
         recovery: Recovery | None,
     ) -> Stages:
         """`source`: the trainer's layout; `recovery`: what an earlier controller left, if there was one."""
@@ -70,6 +72,8 @@ class Assembly:
             ledger=journal,
             listener=observer,
         )
+        if isinstance(sharing, DeviceSharing):
+            sharing.lost = keeper.lost
         pacing = self._pacing(recovery)
         mixture, buffer = self._filled(crew, journal, recovery)
         return Stages(
@@ -88,8 +92,10 @@ class Assembly:
                 journal=journal,
                 pacing=pacing,
                 keeper=keeper,
+                sharing=sharing,
                 told=observer.weights_published,
             ),
+            sharing=sharing,
             budget=FailureBudget(max_share=config.rollout.max_failed_share, window=config.rollout.failure_window),
         )
 
@@ -148,10 +154,11 @@ class Assembly:
 
     def _keeper_settings(self) -> KeeperSettings:
         engine, rollout = self._config.engine, self._config.rollout
+        most = 1 if self._config.resources.shared else engine.max
         return KeeperSettings(
             hang_timeout_s=self._config.failures.hang_timeout_s,
             bounds={
-                "engine": WorkerBounds(fewest=engine.min, wanted=engine.replicas, most=engine.max),
+                "engine": WorkerBounds(fewest=engine.min, wanted=engine.replicas, most=most),
                 "rollout": WorkerBounds(fewest=rollout.min, wanted=rollout.workers, most=rollout.max),
             },
         )

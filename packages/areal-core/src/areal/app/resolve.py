@@ -13,7 +13,7 @@ from areal.builtins.models.registry import resolve as resolve_model
 from areal.config.schema import AUTO, RunConfig
 from areal.contracts.accelerator import Accelerator
 from areal.contracts.algorithm import AlgorithmOptions
-from areal.contracts.component import Component
+from areal.contracts.component import OFFLOAD, Component
 from areal.errors import ConfigError
 from areal.flow.rollout.worker import EnvironmentChoice
 from areal.plugins import Plugins
@@ -62,6 +62,7 @@ def resolve(config: RunConfig, plugins: Plugins) -> Resolved:
     engine, engine_python = _engine(config, plugins, accelerator)
     backend = choose(plugins, "backend", config.backend.name, config.backend.options)
     _check_devices(config, backend.component)
+    _check_sharing(config, plugins, engine=engine.component, backend=backend.component)
     algorithm = choose(plugins, "algorithm", config.algorithm.name, config.algorithm.options)
     _check_group_size(config, algorithm.options)
     return Resolved(
@@ -144,6 +145,17 @@ def _check_devices(config: RunConfig, backend: Component) -> None:
             f"'resources.train' asks for {devices} devices and the backend {backend.name!r} trains on one; "
             "ask for one, or use a backend for many, such as fsdp2"
         )
+
+
+def _check_sharing(config: RunConfig, plugins: Plugins, **chosen: Component) -> None:
+    for kind, component in chosen.items() if config.resources.shared else ():
+        if OFFLOAD not in component.capabilities:
+            offered = [offer.component for offers in plugins.offers(kind).values() for offer in offers]
+            able = sorted({each.name for each in offered if OFFLOAD in each.capabilities})
+            raise ConfigError(
+                f"'resources.shared' asks the {kind} to give its memory away and {component.name!r} cannot; use "
+                f"{kind} {' or '.join(able)}, or leave 'resources.shared' out"
+            )
 
 
 def _check_group_size(config: RunConfig, options: Any) -> None:

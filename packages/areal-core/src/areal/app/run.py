@@ -28,6 +28,7 @@ from areal.flow.buffer.journal import Journal, Recovery
 from areal.flow.engine.fleet import START_DEADLINE_S, Fleet
 from areal.flow.loop import Loop
 from areal.flow.rollout.crew import Crew
+from areal.flow.sharing import DeviceSharing, OwnDevices
 from areal.flow.trainer.checkpoint import Checkpoints
 from areal.flow.trainer.seat import TrainerSeat
 from areal.flow.trainer.warmup import warm_up
@@ -149,7 +150,9 @@ class Controller:
         seat = TrainerSeat(workers.trainer)
         crew = Crew(workers.rollout, self._config.rollout.episode_timeout_s)
         fleet = Fleet(workers.engine, crew.use_engines)
+        sharing = DeviceSharing(fleet, seat) if self._config.resources.shared else OwnDevices()
         source = await self._start_workers(workers, seat, fleet, crew)
+        await sharing.to_trainer()
         deadline_s = self._config.training.step_timeout_s
         keep, journal_bytes = self._config.checkpoint.keep, self._config.journal.max_mb * 2**20
         checkpoints = Checkpoints(seat, journal, self._folder.checkpoints, keep, deadline_s, journal_bytes)
@@ -163,9 +166,14 @@ class Controller:
         stack.callback(view.close)
         observer = RunObserver(view, self._trackers(stack, view), self._plugins, self._folder)
         assembly = Assembly(self._resolved, self._plugins, self._folder)
-        stages = assembly.stages(cluster, seat, source, fleet, crew, journal, observer, recovery)
+        stages = assembly.stages(cluster, seat, source, fleet, crew, journal, observer, sharing, recovery)
         self._loop = Loop(
-            assembly.settings(), stages, checkpoints.save, lambda: self._replace_trainer(seat, journal), observer, step
+            assembly.settings(),
+            stages,
+            checkpoints.save,
+            lambda: self._replace_trainer(seat, sharing, journal),
+            observer,
+            step,
         )
         await stack.enter_async_context(serve_control(self._folder, stages.keeper))
         self._announce_start(step)
@@ -176,12 +184,14 @@ class Controller:
             raise WorkerFailed(f"{error}; go on from what was saved with: areal resume {self._folder.path}") from error
         return await checkpoints.save(last)
 
-    async def _replace_trainer(self, seat: TrainerSeat, journal: Journal) -> Recovery:
+    async def _replace_trainer(self, seat: TrainerSeat, sharing: OwnDevices, journal: Journal) -> Recovery:
         """Fill the seat again and go back to the newest checkpoint; TrainerLost when that fails, too."""
+        await sharing.to_engines()  # while nobody sits there
         try:
             await seat.fill()
         except WorkerFailed as error:
             raise TrainerLost(str(error)) from error
+        await sharing.to_trainer()
         await seat.call("start", deadline_s=START_DEADLINE_S)
         return await self._restore(seat, journal)
 

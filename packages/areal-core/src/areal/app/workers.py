@@ -19,7 +19,8 @@ class Workers:
     """Spawns the run's workers. Invariant: the threads of all heavy workers together are at most the machine's cores.
 
     OpenMP threads that spin at barriers while other processes wait for the core cost 5x to 20x, so engines and
-    trainer share the cores out between them, and everybody waits passively.
+    trainer share the cores out between them, and everybody waits passively. On a shared device they take turns, and so
+    they do on the cores.
     """
 
     def __init__(
@@ -44,6 +45,11 @@ class Workers:
         nodes = config.resources.train.num_nodes
         trainer = self._resources("trainer", self._trainer_devices)
         engine = self._resources("engine", self._engine_devices)
+        if config.resources.shared:
+            await self._cluster.reserve(
+                [Room(kind="trainer", resources=trainer, count=1, least=1, beside={"engine": engine})]
+            )
+            return
         rooms = [
             Room(kind="trainer", resources=trainer, count=nodes, least=nodes, apart=nodes > 1),
             Room(kind="engine", resources=engine, count=config.engine.replicas, least=config.engine.min),
@@ -127,7 +133,7 @@ class Workers:
         cores = len(os.sched_getaffinity(0))
         # An engine that slices its model computes in one process a device.
         ranks = 1 if config.resources.infer.parallel == "dp" else self._engine_devices
-        heavy = 1 + config.engine.replicas * ranks
+        heavy = 1 if config.resources.shared else 1 + config.engine.replicas * ranks
         threads = 1 if kind == "rollout" else max(1, cores // heavy)
         return self._resolved.accelerator.environment(devices, threads)
 
@@ -136,7 +142,8 @@ class Workers:
         if side is None:
             return {}
         device = self._resolved.accelerator.resource
-        return {side: float(devices)} | ({device: float(devices)} if device else {})
+        share = 0.5 if self._resolved.config.resources.shared else 1.0
+        return {side: float(devices)} | ({device: devices * share} if device else {})
 
 
 def announce_engine_process(name: str, blocked: Sequence[str]) -> None:

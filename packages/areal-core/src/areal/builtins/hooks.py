@@ -24,6 +24,7 @@ def areal_engines() -> list[Component]:
             summary="Continuous batching of any Hugging Face causal language model, in PyTorch.",
             requires=("torch", "transformers"),
             install="pip install areal-core",
+            capabilities=frozenset({"offload"}),
         ),
         Component(
             name="sim",
@@ -45,7 +46,7 @@ def areal_backends() -> list[Component]:
             summary="One device: packed sequences, AdamW, mixed precision.",
             requires=("torch", "transformers"),
             install="pip install areal-core",
-            capabilities=frozenset({"critic"}),
+            capabilities=frozenset({"critic", "offload"}),
         ),
         Component(
             name="sim",

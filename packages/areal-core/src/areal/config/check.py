@@ -17,6 +17,7 @@ def problems(config: RunConfig) -> Iterator[Problem]:
     yield from _precision(config)
     yield from _model(config)
     yield from _devices(config)
+    yield from _sharing(config)
     yield from _bounds(config)
     yield from _mixture(config)
     yield from _sampling(config)
@@ -74,6 +75,24 @@ def _devices(config: RunConfig) -> Iterator[Problem]:
             ("engine", "replicas"),
             f"'engine.replicas' {replicas} cannot share {devices} devices of 'resources.infer' evenly; "
             f"nearest: {nearest}",
+        )
+
+
+def _sharing(config: RunConfig) -> Iterator[Problem]:
+    if not config.resources.shared:
+        return
+    for side, group in (("train", config.resources.train), ("infer", config.resources.infer)):
+        if group.total > 1:
+            yield (
+                ("resources", "shared"),
+                f"'resources.shared' is for one device and 'resources.{side}' asks for {group.total}; ask for one, or "
+                "leave 'resources.shared' out",
+            )
+            return
+    if config.engine.replicas > 1:
+        yield (
+            ("engine", "replicas"),
+            f"'resources.shared' is for one engine and 'engine.replicas' is {config.engine.replicas}; nearest: 1",
         )
 
 

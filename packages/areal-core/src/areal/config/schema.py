@@ -68,12 +68,14 @@ class DeviceGroup(Block):
 
 
 class Resources(Block):
-    """Invariant: training and inference never share a device."""
+    """Invariant: training and inference are never on a device at the same time."""
 
     train: DeviceGroup = Field(default_factory=DeviceGroup)
     """Devices of the trainer."""
     infer: DeviceGroup = Field(default_factory=DeviceGroup)
     """Devices of all engine replicas together, shared out evenly among them."""
+    shared: bool = False
+    """Trainer and engines use the same device in turn: each gives its memory to the other."""
 
 
 class LayerParallel(Block):

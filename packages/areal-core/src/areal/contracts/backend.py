@@ -61,6 +61,25 @@ class Closes(Protocol):
 
 
 @runtime_checkable
+class Offloads(Protocol):
+    """Optional (capability `OFFLOAD`): a backend that can do without its device between two steps.
+
+    Invariant: after `offload` and `onload` every number it gives and every update it makes is what it would have been.
+    """
+
+    def offload(self) -> None:
+        """Give back the device's memory of weights, optimizer and references; what they hold waits in the host's.
+
+        Idempotent. Meanwhile `layout`, `save` and `close` work; all else raises WorkerFailed.
+        """
+        ...
+
+    def onload(self) -> None:
+        """Take the memory again, with all that was in it; harmless when it has not been given back."""
+        ...
+
+
+@runtime_checkable
 class KeepsReference(Backend, Protocol):
     """Optional: a backend that shares its weights with the reference policy ``actor@0``.
 

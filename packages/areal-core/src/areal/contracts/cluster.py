@@ -42,6 +42,15 @@ class Room:
     """Fewer than that are of no use."""
     apart: bool = False
     """Each on a node of its own, instead of over as many nodes as there are."""
+    beside: Mapping[str, Mapping[str, float]] = field(default_factory=dict[str, Mapping[str, float]])
+    """Resources of one worker of each other kind that sits beside each of these, on the same devices."""
+
+    @property
+    def whole(self) -> Mapping[str, float]:
+        """Resources of one worker and of those beside it."""
+        everyone = (self.resources, *self.beside.values())
+        names = dict.fromkeys(name for resources in everyone for name in resources)
+        return {name: sum(resources.get(name, 0.0) for resources in everyone) for name in names}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -14,6 +14,10 @@ API = 1
 """Major version of the hook API; a component made for another major is refused."""
 
 
+OFFLOAD = "offload"
+"""Capability of an engine or a backend that implements its contract's `Offloads`: it can share its device."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Component:
     """Invariant: a component can be pickled, listed and compared without importing what it names."""

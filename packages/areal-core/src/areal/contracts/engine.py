@@ -78,3 +78,23 @@ class Ends(Protocol):
         and another takes its place.
         """
         ...
+
+
+@runtime_checkable
+class Offloads(Protocol):
+    """Optional (capability `OFFLOAD`): an engine that can do without its device for a while.
+
+    Invariant: whatever is running stays, and goes on after `onload` and `resume` with the tokens it would have made.
+    """
+
+    async def offload(self) -> None:
+        """Give back the device's memory of weights and caches; what they hold waits in the host's. Idempotent.
+
+        WorkerFailed unless the engine is paused. Meanwhile requests are taken and wait, also after a `resume`, and
+        `pause`, `close` and `receive` of the phases ``stage`` and ``rollback`` work.
+        """
+        ...
+
+    async def onload(self) -> None:
+        """Take the memory again, with all that was in it; harmless when it has not been given back."""
+        ...

@@ -33,6 +33,7 @@ from areal.flow.rollout.budget import FailureBudget
 from areal.flow.rollout.crew import Crew
 from areal.flow.rollout.evaluate import some_prompts
 from areal.flow.rollout.worker import GroupRequest
+from areal.flow.sharing import OwnDevices
 from areal.flow.stall import Scene
 from areal.flow.tasks import TaskSet
 from areal.flow.trainer.metrics import summarise
@@ -105,6 +106,7 @@ class Stages:
     buffer: ReplayBuffer
     journal: Journal
     publishing: Publishing
+    sharing: OwnDevices
     budget: FailureBudget
 
 
@@ -287,7 +289,8 @@ class Loop:
         while not (await asyncio.wait([probing], timeout=PARITY_LOOK_S))[0]:
             # The engine that was asked may have died; its successor waits for these weights.
             await stages.publishing.bring_up(self._tasks, self._step)
-        self._parity = await stages.trainer.call("parity", probing.result(), deadline_s=settings.step_timeout_s)
+        async with stages.sharing.trainers_turn():
+            self._parity = await stages.trainer.call("parity", probing.result(), deadline_s=settings.step_timeout_s)
         return settings.parity_bounds.broken_by(self._parity)
 
     async def _next_batch(self) -> list[Group] | None:
@@ -329,6 +332,7 @@ class Loop:
         settings, version = self._settings, self._step
         masked_beyond = settings.max_staleness if settings.on_excess == "mask" else None
         request = TrainRequest.of(version + 1, groups, masked_beyond=masked_beyond)
+        await self._stages.sharing.to_trainer()
         trained: dict[str, float] = await self._stages.trainer.call(
             "train", request, deadline_s=settings.step_timeout_s
         )

@@ -11,6 +11,7 @@ from areal.flow.buffer.journal import Journal
 from areal.flow.engine.fleet import Fleet
 from areal.flow.keeper import Keeper
 from areal.flow.prompts.pacing import Pacing
+from areal.flow.sharing import OwnDevices
 from areal.flow.tasks import TaskSet
 from areal.flow.weights.publisher import Publisher, Staged, Target
 
@@ -30,6 +31,7 @@ class Publishing:
         journal: Journal,
         pacing: Pacing,
         keeper: Keeper,
+        sharing: OwnDevices,
         told: Callable[[Version], None],
     ) -> None:
         self._publisher = publisher
@@ -37,6 +39,7 @@ class Publishing:
         self._journal = journal
         self._pacing = pacing
         self._keeper = keeper
+        self._sharing = sharing
         self._told = told
         self._committing: asyncio.Task[None] | None = None
         self.metrics: Mapping[str, float] = {}
@@ -47,8 +50,11 @@ class Publishing:
 
         Raises TransferFailed when the trainer cannot send them, TrainerLost when it is gone.
         """
-        staged = await self._stage(version, ATTEMPTS)
+        async with self._sharing.trainers_turn():
+            staged = await self._stage(version, ATTEMPTS)
         self._committing = tasks.start(self._commit(staged, version))
+        if self._sharing.is_shared:
+            await self.committed()  # the next step takes the device
 
     async def bring_up(self, tasks: TaskSet, version: Version) -> None:
         """Give the trainer's weights to engines that have come since the last publish."""

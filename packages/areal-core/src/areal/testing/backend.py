@@ -23,12 +23,13 @@ from areal.contracts.backend import Backend
 from areal.contracts.transfer import checksum
 from areal.errors import ArealError, WorkerFailed
 from areal.testing.backend_fixtures import Published, batch_of, sample_rows, truth
+from areal.testing.backend_offload import BackendOffload
 from areal.testing.backend_roles import BackendRoles
 from areal.testing.backend_training import BackendTraining
 from areal.testing.models import tiny_model, tiny_module
 
 
-class BackendConformance(BackendRoles, BackendTraining):
+class BackendConformance(BackendOffload, BackendRoles, BackendTraining):
     """Subclass it, give `component`, and `options` when there are any.
 
     Invariant: a case passes for every backend that keeps the contract; none looks inside one.

@@ -24,12 +24,13 @@ from areal.contracts.messages import Completion
 from areal.contracts.transfer import Layout
 from areal.errors import ArealError, WorkerFailed
 from areal.testing.engine_fixtures import POSITIONS, TOLERANCE, check_end, long_requests, new_stand, prompts
+from areal.testing.engine_offload import EngineOffload
 from areal.testing.engine_updates import EngineUpdates
 from areal.testing.models import BOS
 from areal.testing.stand import START_DEADLINE_S, Stand
 
 
-class EngineConformance(EngineUpdates):
+class EngineConformance(EngineOffload, EngineUpdates):
     """Subclass it, give `component`, and `options` when there are any; set `kv_on_update` to what the engine does.
 
     Invariant: a case leaves its engine idle, resumed, and serving the stand's version.

@@ -10,6 +10,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from areal.builtins.moving import HOST, free_unused, move_module
 from areal.builtins.torch_backend import state
 from areal.builtins.torch_backend.model import CriticModel, PackedModel, PolicyModel
 from areal.builtins.torch_backend.optimizer import Optimizer
@@ -45,6 +46,7 @@ class TorchBackend:
         self._dtype: torch.dtype = getattr(torch, context.model.dtype)
         self._device = torch.device(context.accelerator.name)
         self._num_updates = 0
+        self._is_away = False
         self._sender: tuple[Plan, Sender] | None = None
         self._model: PackedModel | None = None
         self._reference: list[Tensor] | None = None
@@ -73,6 +75,7 @@ class TorchBackend:
     @torch.no_grad()
     def freeze_reference(self) -> None:
         """Keep a copy of the current weights (float32) as ``actor@0``."""
+        self._started()
         self._reference = [parameter.clone() for _, parameter in self._weights()]
 
     def reference_logprobs(self, batch: Batch) -> list[tuple[float, ...]]:
@@ -164,7 +167,7 @@ class TorchBackend:
 
     def save(self, path: str) -> None:
         """Write ``path/model`` (HF, in ``model.dtype``) and ``path/trainer.pt`` (float32 weights and all the rest)."""
-        module = self._started().module
+        module = self._there().module
         folder = Path(path)
         folder.mkdir(parents=True, exist_ok=True)
         state.save_model(module, self._tokenizer, self._dtype, folder / state.MODEL_FOLDER)
@@ -199,19 +202,42 @@ class TorchBackend:
         if self._sender is not None and isinstance(self._sender[1], Interrupts):
             self._sender[1].interrupt()
 
+    def offload(self) -> None:
+        """Move weights, moments and reference to the host's memory."""
+        self._move(HOST)
+        self._is_away = True
+
+    def onload(self) -> None:
+        """Move weights, moments and reference back to the device."""
+        self._move(self._device)
+        self._is_away = False
+
+    def _move(self, device: torch.device | str) -> None:
+        move_module(self._there().module, device)
+        self._optimizer.move(device)
+        if self._reference is not None:
+            self._reference = [tensor.to(device) for tensor in self._reference]
+        free_unused(self._device)
+
     def close(self) -> None:
         """Close the sender, if there is one."""
         if self._sender is not None:
             self._sender[1].close()
             self._sender = None
 
-    def _started(self) -> PackedModel:
+    def _there(self) -> PackedModel:
         if self._model is None:
             raise WorkerFailed("the backend was used before start; call start first")
         return self._model
 
+    def _started(self) -> PackedModel:
+        """Return the model on its device."""
+        if self._is_away:
+            raise WorkerFailed("the backend was used while its memory is given away; call onload first")
+        return self._there()
+
     def _weights(self) -> Iterator[tuple[str, Tensor]]:
-        for name, parameter in self._started().module.named_parameters():
+        for name, parameter in self._there().module.named_parameters():
             yield name, parameter.detach()
 
     def _micro_batches(self, batch: Batch) -> Iterator[Packed]:

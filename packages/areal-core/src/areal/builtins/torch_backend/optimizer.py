@@ -26,8 +26,9 @@ class Optimizer:
             for parameters, decay in ((matrices, training.weight_decay), (vectors, 0.0))
             if parameters
         ]
+        self._fused = device.type in ("cpu", "cuda")
         self._adam = torch.optim.AdamW(
-            groups, lr=training.learning_rate, betas=training.betas, eps=eps, fused=device.type in ("cpu", "cuda")
+            groups, lr=training.learning_rate, betas=training.betas, eps=eps, fused=self._fused
         )
         self._grad_clip = training.grad_clip
         amp = training.amp
@@ -60,6 +61,14 @@ class Optimizer:
         self._scaler.update(self._constant_scale)
         self._adam.zero_grad()
         return float(norm), not finite
+
+    def move(self, device: torch.device | str) -> None:
+        """Move the moments; the parameters are the model's to move. The loss scale's two numbers stay."""
+        for state in self._adam.state.values():
+            for name, value in state.items():
+                # Only a fused Adam counts its steps on the device.
+                if isinstance(value, Tensor) and (self._fused or name != "step"):
+                    state[name] = value.to(device)
 
     def state_dict(self) -> dict[str, Any]:
         return {"adam": self._adam.state_dict(), "scaler": self._scaler.state_dict()}

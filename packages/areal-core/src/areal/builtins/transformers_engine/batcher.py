@@ -77,6 +77,10 @@ class Batcher:
             row.fail(error)
         self._model.forget()
 
+    def forget_batch(self) -> None:
+        """Free what the next decode would feed: it is gathered anew from the rows."""
+        self._batch = None
+
     def _clear(self) -> list[Row]:
         rows = list(self._scheduler.running)
         self._follow(self._scheduler.remove(rows))

@@ -81,6 +81,9 @@ class SlotLayer(CacheLayerMixin):
             self._keys = _resized(self._keys, slots, tokens, used_slots, used_tokens)
             self._values = _resized(self._values, slots, tokens, used_slots, used_tokens)
 
+    def to(self, device: str) -> None:
+        self._keys, self._values = self._keys.to(device), self._values.to(device)
+
     @property
     def device(self) -> torch.device:
         return self._keys.device
@@ -140,6 +143,13 @@ class SlotCache(Cache):
         window = self.window
         window.start, window.stop, window.length = 0, len(rows), length
         window.source, window.rows, window.positions = None, rows, positions
+
+    def to(self, device: str) -> None:
+        """Move all keys and values to a device."""
+        # The last pass's own tensors; the next one brings new ones.
+        self.window.source = self.window.rows = self.window.positions = None
+        for layer in self._slot_layers:
+            layer.to(device)
 
     def move(self, moves: Sequence[tuple[int, int]]) -> None:
         """Copy slots (source, target); sources and targets are disjoint."""

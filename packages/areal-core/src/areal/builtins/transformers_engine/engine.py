@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 
+from areal.builtins.moving import HOST
 from areal.builtins.transformers_engine.batcher import Batcher
 from areal.builtins.transformers_engine.model import CausalModel, commit
 from areal.builtins.transformers_engine.options import TransformersEngineOptions
@@ -28,6 +29,7 @@ class TransformersEngine:
         self._options = options
         self._context = context
         self._paused = False
+        self._is_away = False
         self._closed = False
         self._wake = asyncio.Event()
         self._scheduler = Scheduler(options.max_batch, options.max_prefill_tokens, options.max_kv_tokens)
@@ -75,6 +77,24 @@ class TransformersEngine:
         self._paused = False
         self._wake.set()
 
+    async def offload(self) -> None:
+        """Move weights and cache to the host's memory; WorkerFailed unless paused."""
+        model = self._running_model()
+        if not self._paused:
+            raise WorkerFailed(
+                f"engine {self._context.name!r} cannot give its memory back while it runs; pause it first"
+            )
+        self._is_away = True
+        self._batcher.forget_batch()
+        model.move(HOST)
+
+    async def onload(self) -> None:
+        """Move weights and cache back to the device."""
+        model = self._running_model()
+        model.move(model.device)
+        self._is_away = False
+        self._wake.set()
+
     async def receive(self, transfer: Transfer) -> Receipt:
         """Stage, commit or roll back a weight update; TransferFailed leaves the running weights as they are."""
         model = self._running_model()
@@ -118,7 +138,7 @@ class TransformersEngine:
     async def _run(self) -> None:
         try:
             while not self._closed:
-                if self._paused or not self._scheduler.busy:
+                if self._paused or self._is_away or not self._scheduler.busy:
                     self._wake.clear()
                     await self._wake.wait()
                 else:

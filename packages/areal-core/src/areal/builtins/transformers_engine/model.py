@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor, nn
 
+from areal.builtins.moving import free_unused, move_module
 from areal.builtins.transformers_engine.cache import SlotCache
 from areal.builtins.transformers_engine.head import LmHead
 from areal.builtins.transformers_engine.loading import load_model, stop_ids
@@ -40,6 +41,12 @@ class CausalModel:
     def forget(self) -> None:
         """Free the cache."""
         self.cache = SlotCache(self._options.max_batch, self.max_tokens, self._options.max_kv_tokens)
+
+    def move(self, device: str) -> None:
+        """Move weights and cache; the parameters stay the same objects. Passes run on `self.device` only."""
+        move_module(self.module, device)
+        self.cache.to(device)
+        free_unused(self.device)
 
     def parameters(self) -> dict[str, nn.Parameter]:
         """Return all parameters by name; tied ones stand under each of their names."""

@@ -29,7 +29,7 @@ _POLL_S = 0.05
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Bundle:
-    """Room for one worker. Invariant: `index` is its place in `group`."""
+    """Room for one worker. Invariant: `index` is its place in `group`, where it may sit beside one of another kind."""
 
     kind: str
     resources: Size
@@ -64,18 +64,21 @@ class Placement:
         """Hold room for all kinds or for none; WorkerFailed when a kind gets fewer than its least."""
         give_up = time.monotonic() + self._deadline_s
         wanted = {room.kind: room for room in rooms if room.resources}
+        whole = [replace(room, resources=room.whole) for room in wanted.values()]
         groups: list[tuple[Room, PlacementGroup]] = []
         while not groups:
-            fitting = await asyncio.to_thread(_fitting, list(wanted.values()))
+            fitting = await asyncio.to_thread(_fitting, whole)
             if all(room.count >= room.least for room in fitting):
                 groups = await _groups(fitting, give_up)
             if not groups and time.monotonic() > give_up:
-                raise WorkerFailed(await asyncio.to_thread(_why_not, list(wanted.values()), self._deadline_s))
+                raise WorkerFailed(await asyncio.to_thread(_why_not, whole, self._deadline_s))
             await asyncio.sleep(0 if groups else _POLL_S)
         for room, group in groups:
+            parts = {room.kind: wanted[room.kind].resources, **room.beside}
             self._free += [
-                Bundle(kind=room.kind, resources=room.resources, group=group, index=index, is_reserved=True)
+                Bundle(kind=kind, resources=part, group=group, index=index, is_reserved=True)
                 for index in range(room.count)
+                for kind, part in parts.items()
             ]
         return {room.kind: room.count for room in rooms} | {room.kind: room.count for room, _ in groups}
 

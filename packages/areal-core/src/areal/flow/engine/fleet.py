@@ -48,6 +48,9 @@ class Fleet:
         self._meter = LoadMeter()
         self._num_joining = 0
         self._is_held = False
+        self._has_device = asyncio.Event()
+        self._has_device.set()
+        self._starting: set[asyncio.Task[None]] = set()
         self.members: dict[str, Member] = {}
 
     async def add(self) -> str:
@@ -55,13 +58,34 @@ class Fleet:
         name = f"engine-{next(self._names)}"
         handle = await self._spawn(name)
         try:
-            layout: Layout = await handle.call("start", deadline_s=START_DEADLINE_S)
+            await self._has_device.wait()
+            starting = asyncio.create_task(self._start(name, handle))
+            self._starting.add(starting)
+            starting.add_done_callback(self._starting.discard)
+            await starting
         except BaseException:
             await handle.kill()
             raise
+        return name
+
+    async def _start(self, name: str, handle: Handle) -> None:
+        layout: Layout = await handle.call("start", deadline_s=START_DEADLINE_S)
         self.members[name] = Member(handle=handle, layout=layout)
         self._num_joining += 1
-        return name
+
+    async def leave_device(self) -> None:
+        """Let no replica start, and count none as stuck, before `take_device`; those that are starting are waited for.
+
+        Their own deadlines end them.
+        """
+        self._has_device.clear()
+        if self._starting:
+            await asyncio.wait(self._starting)
+
+    def take_device(self) -> None:
+        """The device is the replicas' again."""
+        self._meter.excuse()
+        self._has_device.set()
 
     async def committed(self, names: list[str]) -> None:
         """These replicas have the current version now: let them serve."""
@@ -123,9 +147,9 @@ class Fleet:
     def stuck_s(self, name: str) -> float:
         """For how many seconds a replica has had requests and made no token, as far as it tells.
 
-        0 while somebody holds the replicas.
+        0 while somebody holds the replicas, or their device.
         """
-        return 0.0 if self._is_held else self._meter.stuck_s(name)
+        return self._meter.stuck_s(name) if self._has_device.is_set() and not self._is_held else 0.0
 
     @contextmanager
     def held(self) -> Generator[None]:

@@ -6,11 +6,12 @@ import asyncio
 from collections.abc import Sequence
 from typing import Any
 
-from areal.contracts.component import Component, import_object
-from areal.contracts.engine import Ends, Engine, PauseMode, ReportsLoad
+from areal.contracts.component import OFFLOAD, Component, import_object
+from areal.contracts.engine import Ends, Engine, Offloads, PauseMode, ReportsLoad
 from areal.contracts.messages import Completion, GenerateRequest
 from areal.contracts.specs import EngineContext
 from areal.contracts.transfer import Layout, Receipt, Transfer
+from areal.errors import PluginError
 from areal.flow.engine.recall import Recall
 
 
@@ -22,6 +23,7 @@ class EngineWorker:
     ) -> None:
         # The composition root names the function that announces the process to plugins; flow knows no plugins.
         import_object(prepare)(component.name, blocked)
+        self._name = component.name
         self._engine: Engine = component.load()(options, context)
         self._recall = Recall(self._engine.generate)
 
@@ -44,6 +46,17 @@ class EngineWorker:
 
     async def resume(self) -> None:
         await self._engine.resume()
+
+    async def offload(self) -> None:
+        await self._offloading().offload()
+
+    async def onload(self) -> None:
+        await self._offloading().onload()
+
+    def _offloading(self) -> Offloads:
+        if not isinstance(self._engine, Offloads):
+            raise PluginError(f"the engine {self._name!r} declares {OFFLOAD!r} and has no methods offload and onload")
+        return self._engine
 
     async def receive(self, transfer: Transfer) -> Receipt:
         return await self._engine.receive(transfer)

@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from areal.contracts.algorithm import Algorithm, Needs, RefinesAdvantages, UsesCritic
-from areal.contracts.backend import Backend, Closes
-from areal.contracts.component import Component, import_object
+from areal.contracts.backend import Backend, Closes, Offloads
+from areal.contracts.component import OFFLOAD, Component, import_object
 from areal.contracts.messages import Batch, Completion, Group, Row, Version
 from areal.contracts.resharder import Interrupts
 from areal.contracts.specs import BackendContext
@@ -185,6 +185,16 @@ class TrainerWorker:
             return batch
         return replace(batch, rows=tuple(row for row in batch.rows if has_advantage(row) and row.num_loss_tokens))
 
+    def offload(self) -> None:
+        """Give the device's memory of all models to the engines."""
+        for backend in self._instances:
+            _offloading(backend).offload()
+
+    def onload(self) -> None:
+        """Take it again."""
+        for backend in self._instances:
+            _offloading(backend).onload()
+
     def send(self, transfer: Transfer) -> Receipt:
         return self._backend.send(transfer)
 
@@ -225,6 +235,13 @@ def _failing_as_one() -> Generator[None]:
         raise JournalError(
             f"the trainer could not write into the run's folder: {type(error).__name__}: {said}"
         ) from error
+
+
+def _offloading(backend: Backend) -> Offloads:
+    if not isinstance(backend, Offloads):
+        said = f"{type(backend).__name__} declares {OFFLOAD!r} and has no methods offload and onload"
+        raise PluginError(f"the backend {said}")
+    return backend
 
 
 def _needs_of(algorithm: object, name: str) -> Needs:
