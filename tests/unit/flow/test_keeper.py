@@ -222,6 +222,7 @@ async def test_a_hanging_worker_is_ended_and_replaced(monkeypatch: pytest.Monkey
     site = Site(hang_timeout_s=0.05)
 
     async def silent(deadline_s: float) -> bool:
+        await asyncio.sleep(deadline_s)
         return False
 
     async def scene() -> None:
@@ -241,6 +242,25 @@ async def test_a_hanging_worker_is_ended_and_replaced(monkeypatch: pytest.Monkey
     await site.play(scene)
     assert "engine-0" in site.fleet.members, "idle is not stuck"
     assert site.losses[0][:2] == ("engine-1", "engine-1 gave no sign of life for 0.05 s")
+
+
+async def test_a_dead_worker_is_no_hanging_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its death says more than its silence, and may be noticed later than a question is refused."""
+    site = Site(hang_timeout_s=0.05)
+
+    async def refused(deadline_s: float) -> bool:
+        return False
+
+    async def scene() -> None:
+        monkeypatch.setattr(site.fleet.members["engine-1"].handle, "ping", refused)
+        site.engine("engine-0").said = site.engine("engine-1").said = {"running": 0.0, "tokens_total": 3.0}
+        await asyncio.sleep(0.2)
+        assert site.losses == []
+        await site.fleet.members["engine-1"].handle.kill()
+        await until(lambda: "engine-2" in site.fleet.members)
+
+    await site.play(scene)
+    assert site.losses[0][:2] == ("engine-1", "it was ended by the controller")
 
 
 async def test_an_engine_that_makes_no_token_is_ended_and_one_that_does_is_not() -> None:

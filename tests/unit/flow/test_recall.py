@@ -27,7 +27,7 @@ class SlowEngine:
         self.reason: FinishReason = reason
         self.num_tokens = num_tokens
         self.failure: Exception | None = None
-        self.memory = Recall(self.answer, most_tokens=10)
+        self.memory = Recall(self.answer, most_bytes=5000)
 
     async def answer(self, request: GenerateRequest) -> Completion:
         self.asked.append(request)
@@ -120,6 +120,16 @@ async def test_memory_is_bounded_and_the_oldest_goes_first() -> None:
     for _ in range(5):
         await engine.generate(question("9/0/0"))
     assert engine.memory.knows(question("4/0/0")), "the same answer again takes the place of the one before"
+
+
+async def test_long_prompts_count_too() -> None:
+    engine = SlowEngine(num_tokens=1)
+    engine.gate.set()
+    prompts = [tuple(range(number, number + 30)) for number in range(3)]
+    for number, prompt in enumerate(prompts):
+        await engine.generate(question(f"{number}/0/0", *prompt))
+    known = [engine.memory.knows(question(f"{number}/0/0", *prompt)) for number, prompt in enumerate(prompts)]
+    assert known == [False, True, True], "30 tokens of a prompt are 1,200 bytes, whatever the answer is"
 
 
 async def test_a_pool_finds_the_engine_that_knows() -> None:

@@ -18,6 +18,9 @@ from areal.flow.trainer.seat import TrainerSeat
 Kind = Literal["engine", "rollout"]
 """Kinds of workers whose number may change while a run goes on."""
 
+WAITED_OUT = 0.95
+"""Share of the patience after which silence is silence; clocks are read at slightly different moments."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Bounds:
@@ -192,7 +195,10 @@ class Keeper:
         stuck_s = self._fleet.stuck_s(name)
         if stuck_s >= self._settings.hang_timeout_s:
             return f"{name} has had requests and has made no token for {stuck_s:.0f} s"
-        if not await handle.ping(patience_s):
+        asked_at = asyncio.get_running_loop().time()
+        answered = await handle.ping(patience_s)
+        waited_s = asyncio.get_running_loop().time() - asked_at
+        if not answered and waited_s >= patience_s * WAITED_OUT:  # refused sooner: it is dead, and that is reported
             return f"{name} gave no sign of life for {patience_s:g} s"
         return ""
 

@@ -175,6 +175,7 @@ class RayCluster:
             max_concurrency=1000,
             scheduling_strategy=strategy,
             runtime_env=runtime_env(spec.python),
+            enable_task_events=False,  # Ray would keep a record of each of the last 100,000 calls
         )
         try:
             return host.remote(spec, str(self._log_dir), bool(self._options.address))

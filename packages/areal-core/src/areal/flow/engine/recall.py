@@ -8,8 +8,10 @@ from collections.abc import Awaitable, Callable
 
 from areal.contracts.messages import Completion, GenerateRequest
 
-MOST_TOKENS = 1 << 18
-"""Of finished completions that are kept, about 20 MB: whoever asks anew does so within seconds."""
+MOST_BYTES = 20 << 20
+"""Of finished answers that are kept, with their questions: whoever asks anew does so within seconds."""
+ENTRY_BYTES, PROMPT_TOKEN_BYTES, TOKEN_BYTES = 1000, 40, 80
+"""Of an answer, of each of its prompt's tokens, and of each sampled one with logprob and version."""
 
 Generate = Callable[[GenerateRequest], Awaitable[Completion]]
 
@@ -20,12 +22,12 @@ class Recall:
     Whoever waits for an answer may die without a word: the engine goes on, and a successor finds what it makes.
     """
 
-    def __init__(self, generate: Generate, most_tokens: int = MOST_TOKENS) -> None:
+    def __init__(self, generate: Generate, most_bytes: int = MOST_BYTES) -> None:
         self._generate = generate
-        self._most_tokens = most_tokens
+        self._most_bytes = most_bytes
         self._running: dict[str, tuple[GenerateRequest, asyncio.Future[Completion]]] = {}
         self._finished: OrderedDict[str, tuple[GenerateRequest, Completion]] = OrderedDict()
-        self._num_tokens = 0
+        self._num_bytes = 0
         self.num_recalled = 0
 
     async def generate(self, request: GenerateRequest) -> Completion:
@@ -62,8 +64,13 @@ class Recall:
 
     def _remember(self, request: GenerateRequest, completion: Completion) -> None:
         _, before = self._finished.pop(request.uid, (None, None))
-        self._num_tokens += len(completion.token_ids) - (len(before.token_ids) if before else 0)
+        self._num_bytes += _size(completion) - (_size(before) if before else 0)
         self._finished[request.uid] = request, completion
-        while self._num_tokens > self._most_tokens:
+        while self._num_bytes > self._most_bytes:
             _, (_, oldest) = self._finished.popitem(last=False)
-            self._num_tokens -= len(oldest.token_ids)
+            self._num_bytes -= _size(oldest)
+
+
+def _size(completion: Completion) -> int:
+    """Return about how many bytes an answer takes, its question included."""
+    return ENTRY_BYTES + PROMPT_TOKEN_BYTES * len(completion.prompt_ids) + TOKEN_BYTES * len(completion.token_ids)
