@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from pathlib import Path
 
 import torch
@@ -16,6 +15,7 @@ from areal.builtins.torch_backend.model import CriticModel, PackedModel, PolicyM
 from areal.builtins.torch_backend.optimizer import Optimizer
 from areal.builtins.torch_backend.options import TorchBackendOptions
 from areal.builtins.torch_backend.packing import Packed, micro_batches, pack
+from areal.builtins.torch_backend.reference import FrozenReference
 from areal.builtins.torch_backend.schedule import learning_rate as scheduled_rate
 from areal.builtins.torch_backend.tokens import token_batch
 from areal.contracts.algorithm import Loss
@@ -49,8 +49,7 @@ class TorchBackend:
         self._is_away = False
         self._sender: tuple[Plan, Sender] | None = None
         self._model: PackedModel | None = None
-        self._reference: list[Tensor] | None = None
-        """Weights of ``actor@0`` in the order of the parameters; while they are in use, the policy's."""
+        self._reference: FrozenReference | None = None
         self._optimizer: Optimizer
 
     def start(self) -> None:
@@ -75,31 +74,17 @@ class TorchBackend:
     @torch.no_grad()
     def freeze_reference(self) -> None:
         """Keep a copy of the current weights (float32) as ``actor@0``."""
-        self._started()
-        self._reference = [parameter.clone() for _, parameter in self._weights()]
+        self._reference = FrozenReference([parameter.clone() for _, parameter in _weights(self._started())])
 
     def reference_logprobs(self, batch: Batch) -> list[tuple[float, ...]]:
         """Return what `logprobs` does, under the weights of ``actor@0``."""
-        with self._reference_in_place():
-            return self._numbers(batch)
-
-    @contextmanager
-    def _reference_in_place(self) -> Iterator[None]:
-        """Exchange the policy's weights for the reference's; nothing is copied."""
         if self._reference is None:
             raise WorkerFailed(
                 "there is no reference: it is frozen before the first step, and this run went on from a checkpoint "
                 "without one; give algorithm.ref an HF folder, or start a new run"
             )
-        self._exchange(self._reference)
-        try:
-            yield
-        finally:
-            self._exchange(self._reference)
-
-    def _exchange(self, kept: list[Tensor]) -> None:
-        for i, parameter in enumerate(self._started().module.parameters()):
-            parameter.data, kept[i] = kept[i], parameter.data
+        with self._reference.in_place(self._started().module):
+            return self._numbers(batch)
 
     @torch.no_grad()
     def _numbers(self, batch: Batch) -> list[tuple[float, ...]]:
@@ -152,18 +137,19 @@ class TorchBackend:
             collective=self._context.accelerator.collective,
             dtype=dtype,
             tensors=tuple(
-                TensorSpec(name=name, shape=tuple(tensor.shape), dtype=dtype) for name, tensor in self._weights()
+                TensorSpec(name=name, shape=tuple(tensor.shape), dtype=dtype)
+                for name, tensor in _weights(self._there())
             ),
         )
 
     def send(self, transfer: Transfer) -> Receipt:
         """Send the weights; the plan's sender is kept for the next version. TransferFailed."""
-        self._started()
+        model = self._started()
         if self._sender is None or self._sender[0].uid != transfer.plan.uid:
             self.close()
             resharder = transfer.resharder.load()(transfer.options, "")
             self._sender = (transfer.plan, resharder.sender(transfer.plan))
-        return self._sender[1].send(transfer.version, self._weights(), transfer.deadline_s)
+        return self._sender[1].send(transfer.version, _weights(model), transfer.deadline_s)
 
     def save(self, path: str) -> None:
         """Write ``path/model`` (HF, in ``model.dtype``) and ``path/trainer.pt`` (float32 weights and all the rest)."""
@@ -176,17 +162,17 @@ class TorchBackend:
             "optimizer": self._optimizer.state_dict(),
             "num_updates": self._num_updates,
             "random": state.random_state(self._device),
-            "reference": self._reference,
+            "reference": None if self._reference is None else self._reference.weights,
         }
         state.save_state(everything, folder / state.STATE_FILE)
 
     @torch.no_grad()
     def load(self, path: str) -> None:
         """Restore what `save` wrote, bit for bit; JournalError when it is not there, ConfigError for another model."""
-        self._started()
+        model = self._started()
         saved = state.load_state(Path(path) / state.STATE_FILE)
         weights: Mapping[str, Tensor] = saved["weights"]
-        parameters = dict(self._weights())
+        parameters = dict(_weights(model))
         if {n: t.shape for n, t in weights.items()} != {n: t.shape for n, t in parameters.items()}:
             raise ConfigError(f"the checkpoint {path!r} holds another model than {self._context.model.path!r}")
         for name, parameter in parameters.items():
@@ -194,7 +180,7 @@ class TorchBackend:
         self._optimizer.load_state_dict(saved["optimizer"])
         self._num_updates = saved["num_updates"]
         kept: list[Tensor] | None = saved.get("reference")
-        self._reference = None if kept is None else [tensor.to(self._device) for tensor in kept]
+        self._reference = None if kept is None else FrozenReference([tensor.to(self._device) for tensor in kept])
         state.set_random_state(saved["random"], self._device)
 
     def interrupt(self) -> None:
@@ -216,7 +202,7 @@ class TorchBackend:
         move_module(self._there().module, device)
         self._optimizer.move(device)
         if self._reference is not None:
-            self._reference = [tensor.to(device) for tensor in self._reference]
+            self._reference.move(device)
         free_unused(self._device)
 
     def close(self) -> None:
@@ -236,14 +222,15 @@ class TorchBackend:
             raise WorkerFailed("the backend was used while its memory is given away; call onload first")
         return self._there()
 
-    def _weights(self) -> Iterator[tuple[str, Tensor]]:
-        for name, parameter in self._there().module.named_parameters():
-            yield name, parameter.detach()
-
     def _micro_batches(self, batch: Batch) -> Iterator[Packed]:
         budget = self._context.training.micro_batch_tokens
         for chosen in micro_batches(batch.rows, budget, whole_groups=batch.whole_groups):
             yield pack(batch.rows, chosen, self._device)
+
+
+def _weights(model: PackedModel) -> Iterator[tuple[str, Tensor]]:
+    for name, parameter in model.module.named_parameters():
+        yield name, parameter.detach()
 
 
 def _combined(shares: Sequence[Mapping[str, Tensor]]) -> dict[str, float]:
