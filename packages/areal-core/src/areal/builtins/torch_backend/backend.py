@@ -91,15 +91,17 @@ class TorchBackend:
                 "there is no reference: it is frozen before the first step, and this run went on from a checkpoint "
                 "without one; give algorithm.ref an HF folder, or start a new run"
             )
-        self._exchange(self._reference)
+        kept, parameters = self._reference, list(self._started().module.parameters())
+
+        def exchange() -> None:
+            for i, parameter in enumerate(parameters):
+                parameter.data, kept[i] = kept[i], parameter.data
+
+        exchange()
         try:
             yield
         finally:
-            self._exchange(self._reference)
-
-    def _exchange(self, kept: list[Tensor]) -> None:
-        for i, parameter in enumerate(self._started().module.parameters()):
-            parameter.data, kept[i] = kept[i], parameter.data
+            exchange()
 
     @torch.no_grad()
     def _numbers(self, batch: Batch) -> list[tuple[float, ...]]:
@@ -167,7 +169,7 @@ class TorchBackend:
 
     def save(self, path: str) -> None:
         """Write ``path/model`` (HF, in ``model.dtype``) and ``path/trainer.pt`` (float32 weights and all the rest)."""
-        module = self._there().module
+        module = self._started(anywhere=True).module
         folder = Path(path)
         folder.mkdir(parents=True, exist_ok=True)
         state.save_model(module, self._tokenizer, self._dtype, folder / state.MODEL_FOLDER)
@@ -208,7 +210,7 @@ class TorchBackend:
         self._is_away = False
 
     def _move(self, device: torch.device | str) -> None:
-        move_module(self._there().module, device)
+        move_module(self._started(anywhere=True).module, device)
         self._optimizer.move(device)
         if self._reference is not None:
             self._reference = [tensor.to(device) for tensor in self._reference]
@@ -220,19 +222,16 @@ class TorchBackend:
             self._sender[1].close()
             self._sender = None
 
-    def _there(self) -> PackedModel:
+    def _started(self, *, anywhere: bool = False) -> PackedModel:
+        """Return the model; `anywhere`: also while it is not on its device."""
         if self._model is None:
             raise WorkerFailed("the backend was used before start; call start first")
+        if self._is_away and not anywhere:
+            raise WorkerFailed("the backend was used while its memory is given away; call onload first")
         return self._model
 
-    def _started(self) -> PackedModel:
-        """Return the model on its device."""
-        if self._is_away:
-            raise WorkerFailed("the backend was used while its memory is given away; call onload first")
-        return self._there()
-
     def _weights(self) -> Iterator[tuple[str, Tensor]]:
-        for name, parameter in self._there().module.named_parameters():
+        for name, parameter in self._started(anywhere=True).module.named_parameters():
             yield name, parameter.detach()
 
     def _micro_batches(self, batch: Batch) -> Iterator[Packed]:
