@@ -1,4 +1,4 @@
-"""Trainer and engine as processes on one device, in turn, and both of them killed."""
+"""Trainer and engine as processes on one device, in turn, each of them killed."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import os
 import signal
 from pathlib import Path
 
+import pytest
 from run_processes import (
     SMALL,
     Processes,
@@ -19,30 +20,22 @@ from run_processes import (
 )
 
 
-def test_a_run_on_a_shared_device_outlives_its_engine_and_its_trainer(tmp_path: Path, processes: Processes) -> None:
-    process = start(
-        tmp_path, "run", *SMALL, "resources.shared=true", "training.max_steps=14", "checkpoint.every_steps=4"
-    )
+@pytest.mark.parametrize("kind", ["engine", "trainer"])
+def test_a_run_on_a_shared_device_outlives(tmp_path: Path, processes: Processes, kind: str) -> None:
+    overrides = ("resources.shared=true", "training.max_steps=12", "checkpoint.every_steps=4")
+    process = start(tmp_path, "run", *SMALL, *overrides)
     processes.append(process)
     wait_for_step(tmp_path, 3, process)
     run = run_folder(tmp_path)
-    os.kill(worker_pid(run, "engine-0"), signal.SIGKILL)
-    wait_for_step(tmp_path, 6, process)
-    os.kill(worker_pid(run, "trainer-0"), signal.SIGKILL)
+    os.kill(worker_pid(run, f"{kind}-0"), signal.SIGKILL)
     output = finish(process)
     assert process.returncode == 0, output
-    for name in ("engine-0", "trainer-0"):
-        assert f"{name} was lost and is replaced: " in output, output
-    assert sorted(path.stem for path in (run / "logs").glob("*.log")) == [
-        "engine-0",
-        "engine-1",
-        "rollout-0",
-        "trainer-0",
-        "trainer-1",
-    ]
-    assert sorted(set(steps_of(run))) == list(range(1, 15))
+    assert f"{kind}-0 was lost and is replaced: " in output, output
+    logs = {path.stem for path in (run / "logs").glob("*.log")}
+    assert logs == {"engine-0", "rollout-0", "trainer-0", f"{kind}-1"}
+    assert sorted(set(steps_of(run))) == list(range(1, 13))
     trained, _ = consumption(run)
-    assert len(trained) == len({group for group, _ in trained}) == 4 * 14
+    assert len(trained) == len({group for group, _ in trained}) == 4 * 12
 
 
 def test_an_engine_that_cannot_share_is_refused_before_anything_starts(tmp_path: Path) -> None:
