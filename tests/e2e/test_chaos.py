@@ -12,7 +12,7 @@ import pytest
 CHAOS = Path(__file__).resolve().parents[2] / "benchmarks" / "chaos.py"
 
 
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(900)
 def test_a_run_bears_a_handful_of_kills(tmp_path: Path) -> None:
     figures = tmp_path / "figures.json"
     command = [sys.executable, str(CHAOS), "--order", "engine,scorer,trainer,stopped rollout,added,node"]
@@ -20,7 +20,7 @@ def test_a_run_bears_a_handful_of_kills(tmp_path: Path) -> None:
         [*command, "--spacing", "2", "--calm", "10", "--bar", "0", "--folder", str(tmp_path), "--out", str(figures)],
         capture_output=True,
         text=True,
-        timeout=540,
+        timeout=840,
         check=False,
     )
     assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
