@@ -51,6 +51,7 @@ RECIPE = (
     "failures.backoff_s=0.1",
     "failures.hang_timeout_s=5",
     "failures.quiet_time_s=90",
+    "rollout.episode_timeout_s=60",
 )
 WEIGHTS = {
     "engine": 20, "rollout": 18, "trainer": 9, "scorer": 14, "controller": 3, "node": 1,

@@ -115,3 +115,20 @@ def test_workers_come_and_leave_while_the_run_goes_on(tmp_path: Path, processes:
     assert len(trained) == len({group for group, _ in trained}) == 4 * len(done) <= issued
     code, said = workers(tmp_path, "list", "latest")
     assert code == 2 and f"run {run.name} is not going on on this machine" in said
+
+
+def test_a_stall_is_explained_and_ended(tmp_path: Path, processes: Processes) -> None:
+    """One worker is frozen, and looked for signs of life only much later than for samples."""
+    patience = ("failures.quiet_time_s=6", "rollout.episode_timeout_s=6", "failures.hang_timeout_s=600")
+    process = start(tmp_path, "run", *SMALL, *LONG, *patience)
+    processes.append(process)
+    wait_for_step(tmp_path, 2, process)
+    run = run_folder(tmp_path)
+    os.kill(worker_pid(run, "rollout-0"), signal.SIGSTOP)
+    wait_for(tmp_path, _states("engine-0", "rollout-1", "trainer-0"))
+    wait_for_step(tmp_path, steps_of(run)[-1] + 3, process)
+    output = end(tmp_path, process)
+    assert "stalled: the trainer waited 6 s for 4 groups of step " in output
+    assert "rollout-0 gave no sign of life for 10 s" in output
+    (stacks,) = (run / "logs").glob("stall-*.txt")
+    assert "==== rollout-0" in stacks.read_text() and "stopped" in stacks.read_text()

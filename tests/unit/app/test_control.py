@@ -12,7 +12,8 @@ import pytest
 
 from areal.app.control import ask, serve_control
 from areal.errors import ConfigError, JournalError, WorkerFailed
-from areal.flow.keeper import Keeper, WorkerRow
+from areal.flow.keeper import Keeper
+from areal.flow.roster import WorkerRow
 from areal.monitor.folder import RunFolder
 
 

@@ -287,6 +287,7 @@ async def test_workers_are_added_up_to_the_recipes_most_and_released_down_to_its
         ):
             await site.keeper.add("engine")
         assert await site.keeper.add("rollout") == "rollout-1"
+        await site.fleet.committed(["engine-2"])
         for name in ("engine-0", "engine-1"):
             await site.keeper.remove(name)
         with pytest.raises(ConfigError, match=r"engine-2 was to leave .* at least 1 of its kind; lower engine\.min"):
@@ -296,7 +297,7 @@ async def test_workers_are_added_up_to_the_recipes_most_and_released_down_to_its
         await asyncio.sleep(0.05)
         rows = {row.name: (row.kind, row.state, row.work) for row in await site.keeper.rows()}
         assert rows == {
-            "engine-2": ("engine", "joining", "1 requests running, 0 waiting"),
+            "engine-2": ("engine", "serving", "1 requests running, 0 waiting"),
             "rollout-0": ("rollout", "working", "0 groups"),
             "rollout-1": ("rollout", "working", "0 groups"),
             "trainer-0": ("trainer", "working", ""),
@@ -304,6 +305,56 @@ async def test_workers_are_added_up_to_the_recipes_most_and_released_down_to_its
 
     await site.play(scene)
     assert not site.losses, "who was asked to leave is not lost"
+
+
+async def test_nobody_leaves_who_is_needed_until_others_have_started() -> None:
+    site = Site()
+
+    async def scene() -> None:
+        site.refused = [WorkerFailed("no room")] * 1000
+        await site.fleet.members["engine-0"].handle.kill()
+        await until(lambda: "engine-0" not in site.fleet.members)
+        with pytest.raises(ConfigError, match="engine-1 was to leave and only 1 of its kind is at work now"):
+            await site.keeper.remove("engine-1")
+
+    await site.play(scene)
+    assert "engine-1" in site.fleet.members
+
+
+async def test_who_is_coming_and_leaving_is_listed_and_watched(monkeypatch: pytest.MonkeyPatch) -> None:
+    site = Site(hang_timeout_s=0.05)
+
+    async def silent(deadline_s: float) -> bool:
+        await asyncio.sleep(deadline_s)
+        return False
+
+    async def scene() -> None:
+        site.engine("engine-0").said = site.engine("engine-1").said = {"running": 0.0, "tokens_total": 3.0}
+        await site.keeper.add("rollout")
+        gate = asyncio.Event()
+        spawn = site.cluster.spawn
+
+        async def slowly(spec: WorkerSpec) -> Any:
+            await gate.wait()
+            return await spawn(spec)
+
+        monkeypatch.setattr(site.cluster, "spawn", slowly)
+        adding = asyncio.create_task(site.keeper.add("engine"))
+        site.crew._busy["rollout-0"] = 1  # a group that never ends
+        leaving = asyncio.create_task(site.keeper.remove("rollout-0"))
+        await until(lambda: site.fleet.coming and site.crew.leaving)
+        rows = {row.name: (row.state, row.pid > 0) for row in await site.keeper.rows()}
+        assert rows["engine-2"] == ("starting", False) and rows["rollout-0"] == ("leaving", True)
+        monkeypatch.setattr(site.crew.leaving["rollout-0"], "ping", silent)
+        await until(lambda: not site.crew.leaving)
+        site.crew._busy["rollout-0"] = 0
+        site.crew._freed.set()
+        await leaving
+        gate.set()
+        assert await adding == "engine-2"
+
+    await site.play(scene)
+    assert not site.losses, "who was leaving needs no successor"
 
 
 async def test_a_worker_that_cannot_be_added_leaves_the_numbers_as_they_were() -> None:

@@ -148,3 +148,37 @@ async def test_when_all_answer_whoever_holds_the_oldest_groups_is_responsible(si
     found = await site.scene.explain(1, 2, QUIET_S)
     assert sorted(found.suspects) == ["rollout-0", "rollout-1"]
     assert "rollout-0 has had group 0 (2 missing), group 2 (2 missing) for 0 s without a sample" in found.sentence
+
+
+async def test_who_waits_for_an_engine_that_is_being_started_is_not_to_blame(site: Site) -> None:
+    for name in ("engine-0", "engine-1"):
+        await site.fleet.lost(name)
+    starting = asyncio.Event()
+    spawn = site.spawn_engine
+
+    async def slowly(name: str) -> Handle:
+        await starting.wait()
+        return await spawn(name)
+
+    site.fleet._spawn = slowly
+    adding = asyncio.create_task(site.fleet.add())
+    await asyncio.sleep(QUIET_S)
+    found = await site.scene.explain(1, 2, QUIET_S)
+    assert found.is_starting and not found.suspects
+    assert "0 of 0 engines serve 2 rollout workers; engine-2 has been starting for 0 s" in found.sentence
+    starting.set()
+    await adding
+    found = await site.scene.explain(1, 2, QUIET_S)
+    assert found.is_starting, "it waits for its first weights"
+    await site.fleet.committed(["engine-2"])
+    assert not (await site.scene.explain(1, 2, QUIET_S)).is_starting
+
+
+async def test_a_worker_that_is_leaving_is_responsible_for_what_it_holds(site: Site) -> None:
+    leaving = asyncio.create_task(site.crew.release("rollout-0"))
+    await asyncio.sleep(QUIET_S)
+    found = await site.scene.explain(1, 2, QUIET_S)
+    assert sorted(found.suspects) == ["rollout-0", "rollout-1"]
+    assert not await site.crew.lost("rollout-0"), "it has no successor"
+    await asyncio.wait_for(leaving, 5)
+    await until(lambda: all(lease.worker == "rollout-1" for lease in site.crew.leases.values()))

@@ -142,7 +142,7 @@ class Assembly:
             max_staleness=config.staleness.max,
             on_excess=config.staleness.on_excess,
             step_timeout_s=config.training.step_timeout_s,
-            quiet_time_s=config.failures.quiet_time_s,
+            quiet_time_s=config.failures.quiet_time_s or 2 * config.rollout.episode_timeout_s,
             on_stall=config.failures.on_stall,
             max_buffer_bytes=config.rollout.max_buffer_mb << 20,
             evaluate_every=config.evaluation.every_steps,

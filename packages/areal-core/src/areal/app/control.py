@@ -22,6 +22,8 @@ from areal.monitor.folder import RunFolder
 
 SAY_HELLO_S = 10.0
 """For a caller to say what it wants; the controller's loop answers within its lag."""
+LIST_S = 30.0
+"""Engines are asked how busy they are, which has a deadline of its own."""
 ANSWER_S = 900.0
 """An engine's start may load a large model; a rollout worker that leaves finishes its episodes."""
 
@@ -82,17 +84,22 @@ def ask(run: str, runs_dir: str, **wish: str) -> Any:
     try:
         place = folder.control.read_text(encoding="utf-8")
         with socket.socket(socket.AF_UNIX) as line:
-            line.settimeout(ANSWER_S)
+            line.settimeout(LIST_S if wish["do"] == "list" else ANSWER_S)
             line.connect(place)
             line.sendall(json.dumps(wish).encode() + b"\n")
             answer = line.makefile("r", encoding="utf-8").readline()
     except (FileNotFoundError, ConnectionError) as error:
+        if owner := folder.owner():
+            raise ConfigError(
+                f"run {name} is starting or ending in process {owner} and its workers cannot be asked for yet; try "
+                "again in a moment"
+            ) from error
         raise ConfigError(
             f"run {name} is not going on on this machine, so its workers cannot be changed; start it with "
             f"areal resume {name}, or ask where its controller runs"
         ) from error
     except OSError as error:
-        raise WorkerFailed(f"the controller of run {name} did not answer within {ANSWER_S:g} s: {error}") from error
+        raise WorkerFailed(f"the controller of run {name} did not answer in time: {error}") from error
     if not answer:
         raise WorkerFailed(f"the controller of run {name} ended before it had answered")
     said: dict[str, Any] = json.loads(answer)

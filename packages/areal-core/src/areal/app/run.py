@@ -251,7 +251,7 @@ class Controller:
 
         async def demonstrate(num: int) -> Sequence[Demonstration]:
             draws = [mixture.next() for _ in range(num)]
-            return await crew.any().call("demonstrations", draws, deadline_s=deadline_s)
+            return await crew.ask_any("demonstrations", draws, deadline_s=deadline_s)
 
         losses: list[float] = []
         await warm_up(trainer, demonstrate, spec, self._resolved.sft, lambda _, loss: losses.append(loss), deadline_s)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from typing import Any
 
 import rich_click as click
@@ -30,7 +31,7 @@ def list_workers(run: str, runs_dir: str) -> None:
     for column in ("name", "kind", "state", "pid", "node", "work"):
         table.add_column(column)
     for row in rows:
-        table.add_row(*(str(row[column]) for column in ("name", "kind", "state", "pid", "node", "work")))
+        table.add_row(row["name"], row["kind"], row["state"], str(row["pid"] or "-"), row["node"] or "-", row["work"])
     Console().print(table, highlight=False)
 
 
@@ -43,8 +44,10 @@ def add_workers(run: str, kind: str, count: int, runs_dir: str) -> None:
     """Start more workers; an engine serves once it has the current weights."""
     from areal.app.control import ask
 
-    for _ in range(count):
-        click.echo(f"{ask(run, runs_dir, do='add', kind=kind)} has started")
+    with ThreadPoolExecutor(count) as pool:
+        asked = [pool.submit(ask, run, runs_dir, do="add", kind=kind) for _ in range(count)]
+        for answer in as_completed(asked):
+            click.echo(f"{answer.result()} has started")
 
 
 @command.command("remove")

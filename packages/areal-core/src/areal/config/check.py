@@ -19,6 +19,7 @@ def problems(config: RunConfig) -> Iterator[Problem]:
     yield from _devices(config)
     yield from _sharing(config)
     yield from _bounds(config)
+    yield from _patience(config)
     yield from _mixture(config)
     yield from _sampling(config)
     yield from _names(config)
@@ -113,6 +114,16 @@ def _bounds(config: RunConfig) -> Iterator[Problem]:
                 f"'{block}.{key}' {number} must lie between '{block}.min' {choice.min} and '{block}.max' "
                 f"{choice.max}; nearest: {min(max(number, choice.min), choice.max)}",
             )
+
+
+def _patience(config: RunConfig) -> Iterator[Problem]:
+    episode_s, quiet_s = config.rollout.episode_timeout_s, config.failures.quiet_time_s
+    if 0 < quiet_s < episode_s:
+        yield (
+            ("failures", "quiet_time_s"),
+            f"'failures.quiet_time_s' {quiet_s:g} is shorter than an episode may take "
+            f"('rollout.episode_timeout_s' {episode_s:g}); nearest: {episode_s:g}, or 0 for twice as long",
+        )
 
 
 def _group(side: str, group: DeviceGroup) -> Iterator[Problem]:

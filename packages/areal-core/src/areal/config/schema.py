@@ -201,8 +201,9 @@ class Failures(Block):
     hang_timeout_s: PositiveFloat = 120.0
     """Seconds without a sign of life, or of an engine without a token for its requests, after which a worker is
     replaced."""
-    quiet_time_s: PositiveFloat = 300.0
-    """Seconds without any finished episode after which the run says who waits for whom."""
+    quiet_time_s: NonNegativeFloat = 0.0
+    """Seconds without any finished episode after which the run says who waits for whom; 0: twice
+    `rollout.episode_timeout_s`."""
     on_stall: Literal["replace", "end"] = "replace"
     """Then replace those responsible, and end the run if that does not help; or end it at once."""
 

@@ -12,6 +12,7 @@ from areal.errors import ConfigError, WorkerFailed, did_you_mean
 from areal.flow.engine.fleet import Fleet
 from areal.flow.restarts import Restarts, Turn
 from areal.flow.rollout.crew import Crew
+from areal.flow.roster import WorkerRow, rows
 from areal.flow.tasks import TaskSet
 from areal.flow.trainer.seat import TrainerSeat
 
@@ -40,19 +41,6 @@ class KeeperSettings:
     hang_timeout_s: float
     """A worker that gives no sign of life, or an engine that has requests and makes no token, for so long is lost."""
     bounds: Mapping[Kind, Bounds]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class WorkerRow:
-    """A worker as `areal workers list` shows it. Invariant: all values are of one moment."""
-
-    name: str
-    kind: str
-    state: str
-    pid: int
-    node: str
-    work: str
-    """What it is doing, in a few words."""
 
 
 class Listener(Protocol):
@@ -206,7 +194,7 @@ class Keeper:
         """Everybody who can be asked."""
         trainer = {} if self._seat.handle is None else {self._seat.name: self._seat.handle}
         engines = {name: member.handle for name, member in self._fleet.members.items()}
-        return engines | self._crew.members | trainer
+        return engines | self._crew.members | self._crew.leaving | trainer
 
     # who is asked to come or to leave
 
@@ -241,36 +229,23 @@ class Keeper:
             raise ConfigError(
                 f"{name} was to leave and the recipe asks for at least {fewest} of its kind; lower {_key(kind)}.min"
             )
+        if (there := self._num_at_work(kind)) <= fewest:
+            raise ConfigError(
+                f"{name} was to leave and only {there} of its kind is at work now; try again when others have started"
+            )
         self._wanted[kind] -= 1
         release: Callable[[str], Awaitable[None]] = self._fleet.release if kind == "engine" else self._crew.release
         await release(name)
 
-    async def rows(self) -> list[WorkerRow]:
-        """Return who is there and what they are doing."""
-        await self._fleet.measure_load()
-        rows: list[WorkerRow] = []
-        for name, handle in self._handles().items():
-            member = self._fleet.members.get(name)
-            kind = "engine" if member else "rollout" if name in self._crew.members else "trainer"
-            rows.append(
-                WorkerRow(
-                    name=name,
-                    kind=kind,
-                    state="joining" if member and not member.serving else "serving" if member else "working",
-                    pid=handle.pid,
-                    node=handle.node,
-                    work=self._work_of(name, kind),
-                )
-            )
-        return rows
+    def _num_at_work(self, kind: Kind) -> int:
+        if kind == "engine":
+            return sum(member.serving for member in self._fleet.members.values())
+        return len(self._crew.members)
 
-    def _work_of(self, name: str, kind: str) -> str:
-        if kind == "rollout":
-            return f"{self._crew.num_leased(name)} groups"
-        load = self._fleet.load_of(name)
-        if kind == "engine" and "running" in load:
-            return f"{load['running']:.0f} requests running, {load.get('waiting', 0.0):.0f} waiting"
-        return ""
+    async def rows(self) -> list[WorkerRow]:
+        """Return who is there, who is coming and leaving, and what they are doing."""
+        await self._fleet.measure_load()
+        return rows(self._fleet, self._crew, self._seat)
 
 
 def _key(kind: Kind) -> str:

@@ -136,7 +136,8 @@ class Loop:
         self._rolling: dict[asyncio.Task[None], Issued] = {}
         self._vitals = Vitals()
         self._parity: dict[str, float] = {}
-        self._has_stalled = False
+        self._stalled_at: int | None = None
+        """Samples that had arrived when workers were last replaced because nothing came."""
         self._stopping = False
 
     def stop(self) -> None:
@@ -307,22 +308,26 @@ class Loop:
             try:
                 async with asyncio.timeout(self._settings.quiet_time_s):
                     await stages.buffer.changed()
-                self._has_stalled = False
             except TimeoutError:
                 await self._stalled(step)
         return None
 
     async def _stalled(self, step: int) -> None:
-        """Say who waits for whom; replace those responsible the first time, end the run the second time in a row."""
+        """Say who waits for whom; replace those responsible the first time, end the run the second time in a row.
+
+        Somebody who is being started is waited for: starting has deadlines of its own.
+        """
         settings, stages = self._settings, self._stages
         scene = Scene(
             fleet=stages.fleet, crew=stages.crew, buffer=stages.buffer, pacing=stages.pacing, budget=stages.budget
         )
         stall = await scene.explain(step, settings.batch_size, settings.quiet_time_s)
         self._observer.stalled(stall.sentence, stall.stacks)
-        if self._has_stalled or settings.on_stall == "end" or not stall.suspects:
+        if stall.is_starting and settings.on_stall == "replace":
+            return
+        if self._stalled_at == stages.buffer.num_arrived or settings.on_stall == "end" or not stall.suspects:
             raise WorkerFailed(stall.sentence)
-        self._has_stalled = True
+        self._stalled_at = stages.buffer.num_arrived
         for name, reason in stall.suspects.items():
             await stages.keeper.lost(name, reason)
 

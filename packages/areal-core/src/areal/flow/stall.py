@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
 
@@ -29,6 +29,8 @@ class Stall:
     suspects: Mapping[str, str]
     """Why each worker is held responsible, by name; empty when everybody answers and works."""
     stacks: str
+    is_starting: bool = False
+    """Whether the trainer waits for a worker that is being started, since there is no other of its kind."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,7 +47,7 @@ class Scene:
         """Find out why nothing arrived for `quiet_s` seconds; takes a few times PATIENCE_S at most."""
         await self.fleet.measure_load()
         engines = {name: member.handle for name, member in self.fleet.members.items()}
-        workers = engines | self.crew.members
+        workers = engines | self.crew.members | self.crew.leaving
         answers = await asyncio.gather(*(handle.ping(PATIENCE_S) for handle in workers.values()))
         now = asyncio.get_running_loop().time()
         suspects = {
@@ -58,27 +60,38 @@ class Scene:
             for name in engines.keys() - suspects.keys()
             if (stuck_s := self.fleet.stuck_s(name)) >= quiet_s / 2
         }
-        overdue = self._overdue(now, quiet_s)
-        if not suspects:
+        coming = self._awaited(now)
+        if not suspects and not coming:
             suspects = {
                 name: f"{name} has had {_those(leases)} for {now - leases[0].renewed:.0f} s without a sample"
-                for name, leases in overdue.items()
+                for name, leases in self._overdue(now, quiet_s).items()
             }
+        reasons = [*suspects.values(), *coming]
         return Stall(
-            sentence=self._sentence(step, batch_size, quiet_s, suspects),
+            sentence=self._sentence(step, batch_size, quiet_s, reasons),
             suspects=suspects,
             stacks=await _stacks({name: handle for name, handle in workers.items() if name in suspects}),
+            is_starting=bool(coming),
         )
+
+    def _awaited(self, now: float) -> list[str]:
+        """Who is being started where nobody of the kind is at work."""
+        coming: dict[str, float] = {}
+        if not any(member.serving for member in self.fleet.members.values()):
+            coming |= self.fleet.coming | {name: now for name, m in self.fleet.members.items() if not m.serving}
+        if not self.crew.members:
+            coming |= self.crew.coming
+        return [f"{name} has been starting for {now - since:.0f} s" for name, since in coming.items()]
 
     def _overdue(self, now: float, quiet_s: float) -> dict[str, list[Lease]]:
         """Leases that nothing renewed for so long, oldest first, by worker."""
         overdue: dict[str, list[Lease]] = {}
         for lease in sorted(self.crew.leases.values(), key=lambda lease: lease.renewed):
-            if now - lease.renewed >= quiet_s and lease.worker in self.crew.members:
+            if now - lease.renewed >= quiet_s:
                 overdue.setdefault(lease.worker, []).append(lease)
         return overdue
 
-    def _sentence(self, step: int, batch_size: int, quiet_s: float, suspects: Mapping[str, str]) -> str:
+    def _sentence(self, step: int, batch_size: int, quiet_s: float, reasons: Sequence[str]) -> str:
         serving = sum(member.serving for member in self.fleet.members.values())
         chain = [
             f"the trainer waited {quiet_s:g} s for {batch_size} groups of step {step} and nothing arrived: "
@@ -89,7 +102,7 @@ class Scene:
         ]
         if failures := self.budget.said:
             chain.append(failures)
-        return "; ".join(chain + (list(suspects.values()) or ["all workers answer"]))
+        return "; ".join([*chain, *(reasons or ["all workers answer"])])
 
 
 def _those(leases: list[Lease]) -> str:

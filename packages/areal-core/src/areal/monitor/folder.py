@@ -77,6 +77,17 @@ class RunFolder:
                 f"on with: areal resume {self.path}"
             ) from error
 
+    def owner(self) -> str:
+        """Return the process of the controller that is at work on this run; empty when there is none."""
+        try:
+            with (self.path / "lock").open() as lock:
+                fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return (self.path / "lock").read_text(errors="replace") or "unknown"
+        except OSError:  # no lock yet, or a file system without locks
+            return ""
+        return ""
+
     def unlock(self) -> None:
         """Let other controllers in."""
         os.close(self._lock)

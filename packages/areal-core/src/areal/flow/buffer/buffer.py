@@ -105,6 +105,8 @@ class ReplayBuffer:
         self._num_passed_over_now = 0
         self.num_stale_dropped = 0
         self.num_passed_over = 0
+        self.num_arrived = 0
+        """Samples since the start."""
         self.num_bytes = 0
         """Memory that ready and gathering groups hold, estimated from their lengths."""
 
@@ -159,6 +161,7 @@ class ReplayBuffer:
             [part for _, part in arrived if isinstance(part, Trajectory)],
         )
         for number, part in arrived:
+            self.num_arrived += isinstance(part, Trajectory)
             self._accept(number, part)
         self._changed.set()
 

@@ -51,11 +51,21 @@ class Fleet:
         self._has_device = asyncio.Event()
         self._has_device.set()
         self._starting: set[asyncio.Task[None]] = set()
+        self.coming: dict[str, float] = {}
+        """Replicas that are being started, and since when on the event loop's clock."""
         self.members: dict[str, Member] = {}
 
     async def add(self) -> str:
         """Start one more replica; it serves after its first commit. WorkerFailed in one sentence."""
         name = f"engine-{next(self._names)}"
+        self.coming[name] = asyncio.get_running_loop().time()
+        try:
+            await self._add(name)
+        finally:
+            del self.coming[name]
+        return name
+
+    async def _add(self, name: str) -> None:
         handle = await self._spawn(name)
         try:
             await self._has_device.wait()
@@ -66,7 +76,6 @@ class Fleet:
         except BaseException:
             await handle.kill()
             raise
-        return name
 
     async def _start(self, name: str, handle: Handle) -> None:
         layout: Layout = await handle.call("start", deadline_s=START_DEADLINE_S)

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from typing import Any
 
 from areal.contracts.cluster import Handle
 from areal.contracts.messages import Completion, Trajectory
@@ -23,7 +24,8 @@ RETRY_PAUSE_S = 0.2
 """Between two attempts at a group, so that a broken worker cannot spin."""
 MOST_FRUITLESS = 5
 """Attempts at a group in a row that brought nothing."""
-PROBE_ATTEMPTS = 5
+ASK_ATTEMPTS = 5
+"""Workers that may die of the same question."""
 
 
 @dataclass(slots=True)
@@ -54,8 +56,12 @@ class Crew:
         self._busy: dict[str, int] = {}
         self._arrived = asyncio.Event()
         self._freed = asyncio.Event()
+        self.coming: dict[str, float] = {}
+        """Workers that are being started, and since when on the event loop's clock."""
         self.members: dict[str, Handle] = {}
         """Workers that are given groups."""
+        self.leaving: dict[str, Handle] = {}
+        """Workers that finish their groups and are given no others."""
         self.leases: dict[int, Lease] = {}
         self.num_prompts: dict[str, dict[str, int]] = {}
         """Prompts by environment and split, as the workers found them."""
@@ -64,6 +70,14 @@ class Crew:
     async def add(self) -> str:
         """Start one more worker and return its name. WorkerFailed or ConfigError in one sentence."""
         name = f"rollout-{next(self._names)}"
+        self.coming[name] = asyncio.get_running_loop().time()
+        try:
+            await self._add(name)
+        finally:
+            del self.coming[name]
+        return name
+
+    async def _add(self, name: str) -> None:
         handle = await self._spawn(name)
         try:
             self.num_prompts = await handle.call("start", deadline_s=START_DEADLINE_S)
@@ -75,34 +89,37 @@ class Crew:
         self._busy[name] = 0
         await self.use_engines(self._engines)
         self._arrived.set()
-        return name
 
     async def use_engines(self, handles: Mapping[str, Handle]) -> None:
         self._engines = handles
-        told = (handle.call("use_engines", handles, deadline_s=60.0) for handle in self.members.values())
+        workers = [*self.members.values(), *self.leaving.values()]
+        told = (handle.call("use_engines", handles, deadline_s=60.0) for handle in workers)
         await asyncio.gather(*told, return_exceptions=True)
 
     async def lost(self, name: str) -> bool:
         """Take a broken worker out and end it; return whether it was still in, and so is to be replaced."""
         handle = self.members.pop(name, None)
+        was_in = handle is not None
+        handle = handle or self.leaving.pop(name, None)
         if handle is not None:
             await handle.kill()
-        return handle is not None
+        return was_in
 
     async def release(self, name: str) -> None:
         """Let a worker finish its groups and go; what it has not finished by then is leased anew."""
         handle = self.members.pop(name, None)
         if handle is None:
             return
-        with suppress(TimeoutError):
-            async with asyncio.timeout(self._silence_s):
-                while self._busy[name]:
-                    self._freed.clear()
-                    await self._freed.wait()
-        await handle.kill()
-
-    def any(self) -> Handle:
-        return next(iter(self.members.values()))
+        self.leaving[name] = handle
+        try:
+            with suppress(TimeoutError):
+                async with asyncio.timeout(self._silence_s):
+                    while self._busy[name]:
+                        self._freed.clear()
+                        await self._freed.wait()
+        finally:
+            self.leaving.pop(name, None)
+            await handle.kill()
 
     def num_leased(self, name: str) -> int:
         """Return how many groups a worker is working on."""
@@ -149,25 +166,29 @@ class Crew:
 
     async def probe(self, draws: Sequence[tuple[str, int]], max_new_tokens: int, deadline_s: float) -> list[Completion]:
         """Return a short completion of each (environment, index) of the training split; WorkerFailed."""
-        attempts = 0
+        return await self.ask_any("probe", draws, max_new_tokens, deadline_s=deadline_s)
+
+    async def ask_any(self, method: str, *args: Any, deadline_s: float) -> Any:
+        """Return what a worker answers; another one is asked when it dies. WorkerFailed."""
+        dead: set[str] = set()
         while True:
-            handle = await self._pick()
+            handle = await self._pick(dead)
             try:
-                return await handle.call("probe", draws, max_new_tokens, deadline_s=deadline_s)
+                return await handle.call(method, *args, deadline_s=deadline_s)
             except WorkerDied:
-                attempts += 1
-                if attempts == PROBE_ATTEMPTS:
+                dead.add(handle.name)
+                if len(dead) == ASK_ATTEMPTS or (self.members.keys() <= dead and not self.coming):
                     raise
-                await asyncio.sleep(RETRY_PAUSE_S * 2**attempts)  # until whoever watches has taken it out
+                await asyncio.sleep(RETRY_PAUSE_S * 2 ** len(dead))  # until whoever watches has taken it out
             finally:
                 self._let_go(handle)
 
-    async def _pick(self) -> Handle:
-        """Return the worker with the fewest groups, which now has one more."""
+    async def _pick(self, dead: Collection[str] = ()) -> Handle:
+        """Return the worker with the fewest groups, which now has one more; none of the `dead` if there is another."""
         while not self.members:
             self._arrived.clear()
             await self._arrived.wait()  # freed by `add`, which the keeper calls for every lost worker
-        name = min(self.members, key=lambda name: self._busy[name])
+        name = min(self.members, key=lambda name: (name in dead, self._busy[name]))
         self._busy[name] += 1
         return self.members[name]
 
