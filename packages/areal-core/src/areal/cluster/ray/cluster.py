@@ -54,6 +54,10 @@ OWN_CLUSTER = {
 """Settings of a cluster that is made for this run."""
 
 
+SLOW_START = "timed out during startup"
+"""What Ray says when its own processes were not there within 30 s."""
+
+
 class RayOptions(Options):
     """Invariant: without an address a cluster is made for this run and ends with it."""
 
@@ -87,7 +91,20 @@ class RayCluster:
             # In the main thread: Ray's processes end when the thread that started them ends.
             self._connect()
         except Exception as error:  # Ray raises a bare one when its processes are not there in time
-            raise WorkerFailed(self._why_not_connected(error)) from error
+            if self._options.address or SLOW_START not in str(error):
+                raise WorkerFailed(self._why_not_connected(error)) from error
+            self._connect_again()
+
+    def _connect_again(self) -> None:
+        """Give a machine that is busy a second chance: Ray itself waits 30 s, and no setting changes that."""
+        ray.shutdown()
+        try:
+            self._connect()
+        except Exception as error:
+            raise WorkerFailed(
+                f"{self._why_not_connected(error)} That was the second attempt; the machine is very busy, or short of "
+                "memory: try again when it is less so"
+            ) from error
 
     def _connect(self) -> None:
         common: dict[str, Any] = {"log_to_driver": False, "configure_logging": False, "logging_level": logging.ERROR}
