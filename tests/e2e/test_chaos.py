@@ -17,7 +17,19 @@ def test_a_run_bears_a_handful_of_kills(tmp_path: Path) -> None:
     figures = tmp_path / "figures.json"
     command = [sys.executable, str(CHAOS), "--order", "engine,scorer,trainer,stopped rollout,added,node"]
     done = subprocess.run(
-        [*command, "--spacing", "2", "--calm", "10", "--bar", "0", "--folder", str(tmp_path), "--out", str(figures)],
+        [
+            *command,
+            "--spacing",
+            "2",
+            "--calm",
+            "10",
+            "--bar",
+            "0",
+            "--folder",
+            str(tmp_path / "chaos"),
+            "--out",
+            str(figures),
+        ],
         capture_output=True,
         text=True,
         timeout=840,
