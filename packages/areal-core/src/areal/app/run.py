@@ -6,7 +6,7 @@ import asyncio
 import logging
 import signal
 import time
-from collections.abc import Awaitable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from contextlib import AsyncExitStack
 from pathlib import Path
 
@@ -225,9 +225,9 @@ class Controller:
         self._console.print(f"run {self._folder.path.name}: starting workers", highlight=False, soft_wrap=True)
         await workers.reserve()
         engine, rollout = self._config.engine, self._config.rollout
-        replicas = _some_of(engine.min, [fleet.add() for _ in range(engine.replicas)])
-        players = _some_of(rollout.min, [crew.add() for _ in range(rollout.workers)])
-        others = asyncio.gather(replicas, players)
+        others = asyncio.gather(
+            _some_of(engine.min, engine.replicas, fleet.add), _some_of(rollout.min, rollout.workers, crew.add)
+        )
         try:
             await seat.fill()
             if not self._resolved.model_path and not self._folder.model.exists():
@@ -240,6 +240,7 @@ class Controller:
                 self._console.print(f"warning: {error}; trying again later", highlight=False, soft_wrap=True)
         finally:
             others.cancel()
+            await asyncio.gather(others, return_exceptions=True)
         return source
 
     async def _warm_up(self, trainer: TrainerSeat, crew: Crew) -> None:
@@ -300,9 +301,9 @@ class Controller:
             loop.add_signal_handler(number, interrupt)
 
 
-async def _some_of(fewest: int, starting: Sequence[Awaitable[str]]) -> list[WorkerFailed]:
-    """Wait for all; return the failures if at least `fewest` have started, else raise the first."""
-    results = await asyncio.gather(*starting, return_exceptions=True)
+async def _some_of(fewest: int, wanted: int, start: Callable[[], Awaitable[str]]) -> list[WorkerFailed]:
+    """Start so many side by side; return the failures if at least `fewest` have started, else raise the first."""
+    results = await asyncio.gather(*(start() for _ in range(wanted)), return_exceptions=True)
     failures = [result for result in results if isinstance(result, BaseException)]
     borne = [failure for failure in failures if isinstance(failure, WorkerFailed)]
     if len(borne) < len(failures) or len(results) - len(failures) < fewest:
