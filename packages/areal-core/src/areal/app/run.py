@@ -294,6 +294,9 @@ class Controller:
                 return
             if self._loop is None:
                 self._console.print("stopping before the first step", highlight=False)
+            else:
+                again = f"stopped; go on from what was saved with: areal resume {self._folder.path}"
+                self._console.print(again, highlight=False, soft_wrap=True)
             if task is not None:
                 task.cancel()
 
