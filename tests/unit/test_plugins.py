@@ -67,7 +67,7 @@ def test_a_plugin_is_loaded_and_its_offer_found(install: Install) -> None:
     plugins = discover()
     found = row(plugins, "fast")
     assert (found.owner, found.state, found.hooks) == ("areal-fast 0.3.1", "loaded", ("areal_engines",))
-    assert list(plugins.offers("engine")) == ["fast", "transformers"]
+    assert list(plugins.offers("engine")) == ["fast", "sim", "transformers"]
     component = plugins.resolve("engine", "fast")
     assert component.summary == "Says nothing."
     assert pickle.loads(pickle.dumps(component)) == component
@@ -148,7 +148,7 @@ def test_a_broken_plugin_is_a_row_and_the_others_work(install: Install, code: st
     broken = row(plugins, "bad")
     assert broken.state == "broken"
     assert reason in broken.reason and "\n" not in broken.reason
-    assert list(plugins.offers("engine")) == ["fast", "transformers"]
+    assert list(plugins.offers("engine")) == ["fast", "sim", "transformers"]
     with pytest.raises(UnknownComponent) as caught:
         plugins.resolve("engine", "bad")
     assert str(caught.value) == f"no engine named 'bad'; the plugin areal-bad 1.0 is broken: {broken.reason}"
@@ -236,7 +236,7 @@ def test_two_offers_of_one_name_name_both_distributions(install: Install) -> Non
 def test_an_unknown_name_gets_the_nearest() -> None:
     with pytest.raises(UnknownComponent) as caught:
         discover().resolve("cluster", "rya")
-    assert str(caught.value) == "no cluster named 'rya'; installed: inline, ray; did you mean 'ray'?"
+    assert str(caught.value) == "no cluster named 'rya'; installed: inline, ray, sim; did you mean 'ray'?"
 
 
 @given(name=st.text(max_size=12), kind=st.sampled_from(sorted(KINDS)))

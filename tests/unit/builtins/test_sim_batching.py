@@ -81,6 +81,8 @@ class Naive:
 
     cost: Cost
     events: list[tuple[float, str, int, int]]
+    boundaries_first: bool
+    """Of one moment: a pass that ends lets a wanted pause begin before what comes at that moment, a resume included."""
     made: dict[int, list[int]] = field(default_factory=dict)
     ended: dict[int, float] = field(default_factory=dict)
 
@@ -90,7 +92,10 @@ class Naive:
         running: list[list[int]] = []
         events = sorted(self.events, key=lambda event: event[0])
         while True:
+            at_this_moment = False
             while events and events[0][0] <= now + 1e-9:
+                if self.boundaries_first and not at_this_moment and events[0][0] >= now - 1e-9:
+                    at_this_moment, paused = True, paused or wanted
                 _, what, first, second = events.pop(0)
                 if what == "add":
                     waiting.append((len(self.made), first, second))
@@ -159,7 +164,7 @@ def test_any_mixture_of_events_is_what_token_by_token_gives(
         if at > free:
             events += [(at, "pause", 0, 0), (at + length, "resume", 0, 0)]
             free = at + length
-    naive = Naive(cost, events)
+    naive = Naive(cost, events, first == "boundaries")
     naive.run()
     ended, made = simulate(cost, events, boundaries_first=first == "boundaries")
     assert ended.keys() == naive.ended.keys()

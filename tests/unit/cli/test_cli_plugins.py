@@ -169,7 +169,11 @@ def test_every_component_has_a_summary() -> None:
 @pytest.mark.parametrize("kind", ["cluster", "clusters"])
 def test_one_kind_of_components(kind: str) -> None:
     offers = json.loads(areal("components", "--kind", kind, "--json").output)
-    assert [(offer["kind"], offer["name"]) for offer in offers] == [("cluster", "inline"), ("cluster", "ray")]
+    assert [(offer["kind"], offer["name"]) for offer in offers] == [
+        ("cluster", "inline"),
+        ("cluster", "ray"),
+        ("cluster", "sim"),
+    ]
 
 
 @pytest.mark.parametrize(
