@@ -111,7 +111,8 @@ def test_the_weights_are_those_of_a_run_with_two_devices(tmp_path: Path, monkeyp
 
 def test_requests_wait_through_the_trainers_turn_and_go_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     turns = Turns(monkeypatch)
-    summary = finished(tmp_path, *ASYNCHRONOUS, SHARED, "parity.every_steps=3")
+    # One step's samples at a time: when they are there, the next step's are being made.
+    summary = finished(tmp_path, *ASYNCHRONOUS, SHARED, "parity.every_steps=3", "engine.max_batch=8")
     assert [step for step, _ in summary.steps] == [1, 2, 3, 4, 5, 6]
     assert turns.most_waiting > 0, "no request was running when the trainer took the device"
     assert max(metrics["staleness/max"] for _, metrics in summary.steps) > 0
