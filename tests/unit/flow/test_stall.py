@@ -17,6 +17,7 @@ from areal.flow import stall as stall_module
 from areal.flow.buffer.buffer import ReplayBuffer
 from areal.flow.buffer.journal import Issued, Journal
 from areal.flow.engine.fleet import Fleet
+from areal.flow.keeper import Kind
 from areal.flow.prompts.pacing import Pacing
 from areal.flow.rollout.budget import FailureBudget
 from areal.flow.rollout.crew import Crew
@@ -60,12 +61,14 @@ class Site:
         self.crew = Crew(self.spawn_rollout, 60.0)
         self.fleet = Fleet(self.spawn_engine, self.crew.use_engines)
         self.budget = FailureBudget(max_share=1.0, window=8)
+        self.filling: dict[Kind, int] = {"engine": 0, "rollout": 0}
         self.scene = Scene(
             fleet=self.fleet,
             crew=self.crew,
             buffer=self.buffer,
             pacing=Pacing(batch_size=2, max_staleness=1, max_steps=9, served=0, num_issued=3, num_dropped=0),
             budget=self.budget,
+            filling=self.filling,
         )
 
     async def spawn_engine(self, name: str) -> Handle:
@@ -182,3 +185,14 @@ async def test_a_worker_that_is_leaving_is_responsible_for_what_it_holds(site: S
     assert not await site.crew.lost("rollout-0"), "it has no successor"
     await asyncio.wait_for(leaving, 5)
     await until(lambda: all(lease.worker == "rollout-1" for lease in site.crew.leases.values()))
+
+
+async def test_a_place_that_is_about_to_be_filled_is_waited_for(site: Site) -> None:
+    for name in ("engine-0", "engine-1"):
+        await site.fleet.lost(name)
+    await asyncio.sleep(QUIET_S)
+    found = await site.scene.explain(1, 2, QUIET_S)
+    assert not found.is_starting, "nobody comes"
+    site.filling["engine"] = 1
+    found = await site.scene.explain(1, 2, QUIET_S)
+    assert found.is_starting and found.sentence.endswith("; another engine is about to be started")

@@ -83,6 +83,8 @@ class Keeper:
         self._tasks: TaskSet
         self._changed: Callable[[], None]
         self._wanted: dict[Kind, int] = {kind: bounds.wanted for kind, bounds in settings.bounds.items()}
+        self.filling: dict[Kind, int] = dict.fromkeys(settings.bounds, 0)
+        """Places of each kind that are to be filled: somebody is starting, or about to be started."""
         self._trainer_turn: Turn | None = None
         """While the trainer's seat is to be filled."""
         self.step = 0
@@ -148,6 +150,13 @@ class Keeper:
 
     async def _fill(self, kind: Kind, turn: Turn) -> None:
         """Start a worker in a free place, again and again until it works or nobody wants it any more."""
+        self.filling[kind] += 1
+        try:
+            await self._try_to_fill(kind, turn)
+        finally:
+            self.filling[kind] -= 1
+
+    async def _try_to_fill(self, kind: Kind, turn: Turn) -> None:
         while len(self._members(kind)) < self._wanted[kind]:
             await asyncio.sleep(turn.pause_s)
             try:

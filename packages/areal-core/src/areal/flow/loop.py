@@ -319,7 +319,12 @@ class Loop:
         """
         settings, stages = self._settings, self._stages
         scene = Scene(
-            fleet=stages.fleet, crew=stages.crew, buffer=stages.buffer, pacing=stages.pacing, budget=stages.budget
+            fleet=stages.fleet,
+            crew=stages.crew,
+            buffer=stages.buffer,
+            pacing=stages.pacing,
+            budget=stages.budget,
+            filling=stages.keeper.filling,
         )
         stall = await scene.explain(step, settings.batch_size, settings.quiet_time_s)
         self._observer.stalled(stall.sentence, stall.stacks)

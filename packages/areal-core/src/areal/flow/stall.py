@@ -10,6 +10,7 @@ from itertools import islice
 from areal.contracts.cluster import Handle
 from areal.flow.buffer.buffer import ReplayBuffer
 from areal.flow.engine.fleet import Fleet
+from areal.flow.keeper import Kind
 from areal.flow.prompts.pacing import Pacing
 from areal.flow.rollout.budget import FailureBudget
 from areal.flow.rollout.crew import Crew, Lease
@@ -42,6 +43,8 @@ class Scene:
     buffer: ReplayBuffer
     pacing: Pacing
     budget: FailureBudget
+    filling: Mapping[Kind, int]
+    """Places that are to be filled, by kind; see `Keeper.filling`."""
 
     async def explain(self, step: int, batch_size: int, quiet_s: float) -> Stall:
         """Find out why nothing arrived for `quiet_s` seconds; takes a few times PATIENCE_S at most."""
@@ -75,13 +78,18 @@ class Scene:
         )
 
     def _awaited(self, now: float) -> list[str]:
-        """Who is being started where nobody of the kind is at work."""
+        """Who is being started, or about to be, where nobody of the kind is at work."""
         coming: dict[str, float] = {}
+        about_to: list[str] = []
         if not any(member.serving for member in self.fleet.members.values()):
             coming |= self.fleet.coming | {name: now for name, m in self.fleet.members.items() if not m.serving}
+            about_to += ["engine"] if self.filling.get("engine") and not coming else []
         if not self.crew.members:
             coming |= self.crew.coming
-        return [f"{name} has been starting for {now - since:.0f} s" for name, since in coming.items()]
+            about_to += ["rollout worker"] if self.filling.get("rollout") and not self.crew.coming else []
+        return [f"{name} has been starting for {now - since:.0f} s" for name, since in coming.items()] + [
+            f"another {kind} is about to be started" for kind in about_to
+        ]
 
     def _overdue(self, now: float, quiet_s: float) -> dict[str, list[Lease]]:
         """Leases that nothing renewed for so long, oldest first, by worker."""
