@@ -121,14 +121,16 @@ async def test_a_successor_takes_the_place_of_the_dead(cluster: RayCluster) -> N
 async def test_the_death_of_a_node(cluster: RayCluster, ray_nodes: Nodes) -> None:
     ray_nodes.add(infer=1)
     node = ray_nodes.with_worker(HELD["engine-2"].pid)
+    place = HELD["engine-2"].process.node_id
+    there = {name for name in ("engine-2", "r-0") if HELD[name].process.node_id == place}  # r-0 may be anywhere
     began = time.monotonic()
     node.kill()
-    death = await next_death(cluster)
+    deaths = {death.name: death for death in [await next_death(cluster) for _ in there]}
     noticed_s = time.monotonic() - began
-    assert death.name == "engine-2" and death.reason.startswith(f"its node {HELD['engine-2'].node} died: "), (
-        death.reason
-    )
-    assert noticed_s < 10
+    assert deaths.keys() == there
+    death = deaths["engine-2"]
+    assert death.reason.startswith(f"its node {HELD['engine-2'].node} died: "), death.reason
+    assert noticed_s < 30
     print(f"\na killed node was noticed after {noticed_s:.1f} s")
     HELD["engine-3"] = await cluster.spawn(worker("engine-3"))
     assert await HELD["engine-3"].call("echo", 3) == 3
@@ -145,7 +147,7 @@ async def test_a_frozen_node(cluster: RayCluster, ray_nodes: Nodes) -> None:
     death = await next_death(cluster)
     noticed_s = time.monotonic() - began
     assert death.name == "engine-3" and "died: health check failed" in death.reason
-    assert noticed_s < 10
+    assert noticed_s < 30
     print(f"\na frozen node was noticed after {noticed_s:.1f} s")
     with pytest.raises(WorkerFailed, match="engine-4 needs 1 'infer'"):
         await cluster.spawn(worker("engine-4"))
