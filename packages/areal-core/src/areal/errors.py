@@ -54,6 +54,11 @@ class RewardBudgetExceeded(ArealError):
     """More episodes ended in errors or time-outs than the run allows."""
 
 
+def first_line(said: object) -> str:
+    """Return the first line of an error or a reason; what follows may be a log."""
+    return next(iter(str(said).splitlines()), "")
+
+
 def did_you_mean(asked: str, existing: Iterable[str]) -> str:
     """Return ``"; did you mean 'x'?"`` for the nearest existing name, or an empty string."""
     near = get_close_matches(asked, list(existing), n=1)

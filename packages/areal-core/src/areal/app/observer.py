@@ -6,6 +6,7 @@ import time
 from collections.abc import Mapping
 
 from areal.contracts.messages import StepReport, Version
+from areal.errors import first_line
 from areal.monitor.folder import RunFolder
 from areal.monitor.progress import ProgressView
 from areal.monitor.trackers import TrackerGroup
@@ -43,7 +44,7 @@ class RunObserver:
         self._view.say(f"warning: {sentence}")
 
     def replaced(self, name: str, reason: str) -> None:
-        self._view.say(f"{name} was lost and is replaced: {reason.splitlines()[0]}")
+        self._view.say(f"{name} was lost and is replaced: {first_line(reason)}")
 
     def stalled(self, sentence: str, stacks: str) -> None:
         self._view.say(f"stalled: {sentence}")

@@ -17,7 +17,7 @@ from areal.flow.tasks import TaskSet
 from areal.flow.trainer.seat import TrainerSeat
 
 Kind = Literal["engine", "rollout"]
-"""Kinds of workers whose number may change while a run goes on."""
+"""Kinds of workers whose number may change while a run goes on, called as their blocks in the recipe."""
 
 WAITED_OUT = 0.95
 """Share of the patience after which silence is silence; clocks are read at slightly different moments."""
@@ -214,7 +214,7 @@ class Keeper:
         """Start one more worker and return its name; ConfigError above the recipe's most, WorkerFailed."""
         most = self._settings.bounds[kind].most
         if self._wanted[kind] >= most:
-            raise ConfigError(f"one more {kind} was asked for and the recipe allows {most}; raise {_key(kind)}.max")
+            raise ConfigError(f"one more {kind} was asked for and the recipe allows {most}; raise {kind}.max")
         self._wanted[kind] += 1
         try:
             name = await self._add(kind)
@@ -236,7 +236,7 @@ class Keeper:
         fewest = self._settings.bounds[kind].fewest
         if self._wanted[kind] <= fewest:
             raise ConfigError(
-                f"{name} was to leave and the recipe asks for at least {fewest} of its kind; lower {_key(kind)}.min"
+                f"{name} was to leave and the recipe asks for at least {fewest} of its kind; lower {kind}.min"
             )
         if (there := self._num_at_work(kind)) <= fewest:
             raise ConfigError(
@@ -247,16 +247,9 @@ class Keeper:
         await release(name)
 
     def _num_at_work(self, kind: Kind) -> int:
-        if kind == "engine":
-            return sum(member.serving for member in self._fleet.members.values())
-        return len(self._crew.members)
+        return self._fleet.num_serving if kind == "engine" else len(self._crew.members)
 
     async def rows(self) -> list[WorkerRow]:
         """Return who is there, who is coming and leaving, and what they are doing."""
         await self._fleet.measure_load()
         return rows(self._fleet, self._crew, self._seat)
-
-
-def _key(kind: Kind) -> str:
-    """The recipe's block for a kind."""
-    return {"engine": "engine", "rollout": "rollout"}[kind]

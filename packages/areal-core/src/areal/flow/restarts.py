@@ -6,7 +6,7 @@ import asyncio
 from collections import deque
 from dataclasses import dataclass
 
-from areal.errors import WorkerFailed
+from areal.errors import WorkerFailed, first_line
 
 CALM_S = 60.0
 """A worker that lived for so long was in order: its successor starts at once."""
@@ -64,7 +64,7 @@ class Restarts:
     def _count(self, name: str, reason: str) -> None:
         now = _now()
         self.num_lost += 1
-        self._recent.append((now, f"{name}: {_first_line(reason)}"))
+        self._recent.append((now, f"{name}: {first_line(reason)}"))
         while self._recent[0][0] < now - self._window_s:
             self._recent.popleft()
         if len(self._recent) > self._most:
@@ -78,7 +78,3 @@ class Restarts:
 
 def _now() -> float:
     return asyncio.get_running_loop().time()
-
-
-def _first_line(text: str) -> str:
-    return next(iter(text.splitlines()), "")

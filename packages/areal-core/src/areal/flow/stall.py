@@ -81,7 +81,7 @@ class Scene:
         """Who is being started, or about to be, where nobody of the kind is at work."""
         coming: dict[str, float] = {}
         about_to: list[str] = []
-        if not any(member.serving for member in self.fleet.members.values()):
+        if not self.fleet.num_serving:
             coming |= self.fleet.coming | {name: now for name, m in self.fleet.members.items() if not m.serving}
             about_to += ["engine"] if self.filling.get("engine") and not coming else []
         if not self.crew.members:
@@ -100,13 +100,13 @@ class Scene:
         return overdue
 
     def _sentence(self, step: int, batch_size: int, quiet_s: float, reasons: Sequence[str]) -> str:
-        serving = sum(member.serving for member in self.fleet.members.values())
         chain = [
             f"the trainer waited {quiet_s:g} s for {batch_size} groups of step {step} and nothing arrived: "
             f"{self.buffer.num_ready} are ready",
             f"{self.buffer.num_gathering} are being made",
             f"{self.pacing.num_free} more may be issued",
-            f"{serving} of {len(self.fleet.members)} engines serve {len(self.crew.members)} rollout workers",
+            f"{self.fleet.num_serving} of {len(self.fleet.members)} engines serve "
+            f"{len(self.crew.members)} rollout workers",
         ]
         if failures := self.budget.said:
             chain.append(failures)

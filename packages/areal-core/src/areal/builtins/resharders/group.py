@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from areal.builtins.resharders.wire import Deadline
-from areal.errors import TransferFailed
+from areal.errors import TransferFailed, first_line
 
 # torch's type stubs leave out the classes below `init_process_group`.
 c10d: Any = dist
@@ -59,7 +59,7 @@ class Group:
                 address, port, is_master=rank == SENDER_RANK, wait_for_workers=False, timeout=self._rendezvous_time()
             )
         except RuntimeError as error:
-            raise PeerLost(f"the store at {address}:{port} cannot be reached: {_first_line(error)}") from error
+            raise PeerLost(f"the store at {address}:{port} cannot be reached: {first_line(error)}") from error
 
     @property
     def port(self) -> int:
@@ -71,7 +71,7 @@ class Group:
         try:
             self._backend = self._make(self._store, self.rank, self.size, time, address)
         except RuntimeError as error:
-            raise PeerLost(_first_line(error)) from error
+            raise PeerLost(first_line(error)) from error
 
     def begin(self, deadline: Deadline) -> None:
         """Bind the following broadcasts to another deadline."""
@@ -86,7 +86,7 @@ class Group:
         try:
             self._works.append(self._backend.broadcast([buffer], options))
         except RuntimeError as error:
-            raise PeerLost(_first_line(error)) from error
+            raise PeerLost(first_line(error)) from error
 
     def wait(self) -> None:
         """Wait for the oldest broadcast; PeerLost when a member is gone or the deadline passes."""
@@ -96,7 +96,7 @@ class Group:
             else:  # without a time the host would go on at once and nobody would notice a lost peer
                 self._works.popleft().wait(self._time_left())
         except RuntimeError as error:
-            raise PeerLost(_first_line(error)) from error
+            raise PeerLost(first_line(error)) from error
 
     def drop(self) -> None:
         """Close all connections. Idempotent."""
@@ -109,10 +109,6 @@ class Group:
 
     def _rendezvous_time(self) -> timedelta:
         return min(self._time_left(), timedelta(seconds=RENDEZVOUS_S))
-
-
-def _first_line(error: Exception) -> str:
-    return str(error).partition("\n")[0]
 
 
 def _maker(collective: str) -> Callable[..., Any]:

@@ -133,6 +133,11 @@ class Fleet:
         return member
 
     @property
+    def num_serving(self) -> int:
+        """Replicas that rollout workers know of."""
+        return len(self.members) - self._num_joining
+
+    @property
     def joining(self) -> bool:
         """Whether a replica waits for its first weights."""
         return self._num_joining > 0

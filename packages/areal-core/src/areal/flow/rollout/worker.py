@@ -15,7 +15,7 @@ from areal.contracts.component import Component
 from areal.contracts.environment import Environment, Split
 from areal.contracts.messages import Completion, GenerateRequest, Outcome, Prompt, Sampling, Status, Trajectory
 from areal.contracts.specs import EnvironmentContext
-from areal.errors import ArealError, WorkerFailed
+from areal.errors import ArealError, WorkerFailed, first_line
 from areal.flow.rollout.client import ChatCodec, EpisodeClient
 from areal.flow.rollout.engines import EnginePool
 
@@ -83,7 +83,7 @@ class RolloutWorker:
             tokenizer = cast(Any, AutoTokenizer).from_pretrained(self._model_path)
         except (OSError, ValueError) as error:
             raise WorkerFailed(
-                f"no tokenizer could be loaded from {self._model_path!r} ({_first_line(error)}); "
+                f"no tokenizer could be loaded from {self._model_path!r} ({first_line(error)}); "
                 "'model.path' must be a Hugging Face model folder or hub id"
             ) from error
         self._codec = ChatCodec(tokenizer)
@@ -141,7 +141,7 @@ class RolloutWorker:
                 return Outcome.timeout(f"the episode of {prompt.environment} did not end within {self._timeout_s:g} s")
             if isinstance(error, asyncio.CancelledError) and _is_cancelled():
                 raise
-            return Outcome.error(f"{type(error).__name__}: {_first_line(error)}")
+            return Outcome.error(f"{type(error).__name__}: {first_line(error)}")
 
     def _log_failure(self, error: BaseException) -> None:
         """Show whoever wrote the environment where it failed; the outcome has one line only."""
@@ -204,7 +204,7 @@ def _prompts_of(environment: Environment, name: str, split: Split) -> Sequence[P
         raise
     except Exception as error:
         traceback.print_exc()
-        said = f"{type(error).__name__}: {_first_line(error)}"
+        said = f"{type(error).__name__}: {first_line(error)}"
         raise WorkerFailed(f"prompts({split!r}) of environment {name!r} failed: {said}") from error
     if not hasattr(prompts, "__len__") or not hasattr(prompts, "__getitem__"):
         raise WorkerFailed(
@@ -224,7 +224,3 @@ def _is_cancelled() -> bool:
     """Return whether somebody cancelled this task, rather than a library's own CancelledError coming by."""
     task = asyncio.current_task()
     return task is not None and task.cancelling() > 0
-
-
-def _first_line(error: BaseException) -> str:
-    return next(iter(str(error).splitlines()), "")
