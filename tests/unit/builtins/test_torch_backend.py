@@ -21,7 +21,7 @@ from areal.builtins.torch_backend import state
 from areal.builtins.torch_backend.backend import TorchBackend
 from areal.builtins.torch_backend.options import TorchBackendOptions
 from areal.contracts.component import Component
-from areal.contracts.specs import BackendContext, ModelSpec, TrainingSpec
+from areal.contracts.specs import BackendContext, ModelSpec, TrainerDevices, TrainingSpec
 from areal.contracts.transfer import Layout, Plan, Receipt, Transfer
 from areal.errors import ConfigError, JournalError, WorkerFailed
 from areal.testing.backend_fixtures import batch_of, row, sample_rows
@@ -48,7 +48,7 @@ def context(path: str, dtype: Any = "float32", **training: Any) -> BackendContex
 
 def test_several_ranks_are_refused(path: str) -> None:
     with pytest.raises(ConfigError, match="2 were asked for; use backend fsdp2"):
-        TorchBackend(None, replace(context(path), world_size=2))
+        TorchBackend(None, replace(context(path), devices=TrainerDevices(world_size=2)))
 
 
 def test_nothing_works_before_start(path: str) -> None:
@@ -198,7 +198,7 @@ class NotedResharder:
     def plan(self, source: Layout, targets: Sequence[Layout]) -> Plan:
         return Plan(uid="", source=source, targets=tuple(targets))
 
-    def sender(self, plan: Plan) -> NotedSender:
+    def sender(self, plan: Plan, rank: int = 0) -> NotedSender:
         return NotedSender(plan.uid)
 
 

@@ -14,8 +14,8 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from areal.algorithms.update.packing import micro_batches, pack
 from areal.builtins.torch_backend.model import PolicyModel
-from areal.builtins.torch_backend.packing import micro_batches, pack
 from areal.contracts.messages import Row
 from areal.contracts.specs import AmpSpec, BackendContext, ModelSpec, TrainingSpec
 from areal.errors import WorkerFailed

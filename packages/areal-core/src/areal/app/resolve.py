@@ -13,13 +13,13 @@ from areal.builtins.models.registry import resolve as resolve_model
 from areal.config.schema import AUTO, RunConfig
 from areal.contracts.accelerator import Accelerator
 from areal.contracts.algorithm import AlgorithmOptions
+from areal.contracts.backend import DISTRIBUTED, DistributedOptions
 from areal.contracts.component import OFFLOAD, Component
+from areal.contracts.specs import TrainerDevices
 from areal.errors import ConfigError
 from areal.flow.rollout.worker import EnvironmentChoice
 from areal.plugins import Plugins
 
-DISTRIBUTED = "distributed"
-"""Capability of a backend that trains on several devices."""
 INLINE = "inline"
 """The cluster without processes."""
 
@@ -61,7 +61,7 @@ def resolve(config: RunConfig, plugins: Plugins) -> Resolved:
     accelerator = _accelerator(config.device, plugins)
     engine, engine_python = _engine(config, plugins, accelerator)
     backend = choose(plugins, "backend", config.backend.name, config.backend.options)
-    _check_devices(config, backend.component)
+    _check_devices(config, backend)
     _check_sharing(config, plugins, engine=engine.component, backend=backend.component)
     algorithm = choose(plugins, "algorithm", config.algorithm.name, config.algorithm.options)
     _check_group_size(config, algorithm.options)
@@ -138,13 +138,27 @@ def _engine(config: RunConfig, plugins: Plugins, accelerator: Accelerator) -> tu
     return _with_options("engine", component, options), python
 
 
-def _check_devices(config: RunConfig, backend: Component) -> None:
-    devices = config.resources.train.total
-    if devices > 1 and DISTRIBUTED not in backend.capabilities:
+def trainer_devices(config: RunConfig) -> TrainerDevices:
+    train = config.resources.train
+    return TrainerDevices(
+        world_size=train.total,
+        per_node=train.total // train.num_nodes,
+        parallel=train.parallel,
+        layers=config.parallel,
+    )
+
+
+def _check_devices(config: RunConfig, backend: Chosen) -> None:
+    devices, component = trainer_devices(config), backend.component
+    if devices.world_size > 1 and DISTRIBUTED not in component.capabilities:
         raise ConfigError(
-            f"'resources.train' asks for {devices} devices and the backend {backend.name!r} trains on one; "
-            "ask for one, or use a backend for many, such as fsdp2"
+            f"'resources.train' asks for {devices.world_size} devices and the backend {component.name!r} trains on "
+            "one; ask for one, or use a backend for many, such as fsdp2"
         )
+    if isinstance(backend.options, DistributedOptions) and (
+        problem := backend.options.problem(devices, config.model, config.training)
+    ):
+        raise ConfigError(f"backend {component.name!r}: {problem}")
 
 
 def _check_sharing(config: RunConfig, plugins: Plugins, **chosen: Component) -> None:

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import cache
 
-from areal.app.resolve import Resolved
+from areal.app.resolve import Resolved, trainer_devices
 from areal.contracts.cluster import Cluster, Handle, Reserves, Room, WorkerSpec
 from areal.contracts.specs import BackendContext, EngineContext, ModelSpec
 from areal.monitor.folder import RunFolder
@@ -59,7 +59,11 @@ class Workers:
     async def trainer(self, name: str) -> Handle:
         config, resolved = self._resolved.config, self._resolved
         context = BackendContext(
-            model=self._model, training=config.training, accelerator=resolved.accelerator, seed=config.seed
+            model=self._model,
+            training=config.training,
+            accelerator=resolved.accelerator,
+            seed=config.seed,
+            devices=trainer_devices(config),
         )
         args = (
             resolved.backend.component,

@@ -21,9 +21,8 @@ from pydantic import (
 
 from areal.contracts.messages import Sampling
 from areal.contracts.options import STRICT
-from areal.contracts.specs import ModelSpec, TrainingSpec
+from areal.contracts.specs import LayerParallel, ModelSpec, Parallel, TrainingSpec
 
-Parallel = Literal["dp", "tp", "pp"]
 Processes = Annotated[int, Field(gt=0, le=1024)]
 AUTO = "auto"
 """The name that leaves the choice of a component to the run."""
@@ -76,15 +75,6 @@ class Resources(Block):
     """Devices of all engine replicas together, shared out evenly among them."""
     shared: bool = False
     """Trainer and engines use the same device in turn: each gives its memory to the other."""
-
-
-class LayerParallel(Block):
-    """How a mixture of experts is spread. Invariant: a dense model never reads `expert`."""
-
-    expert: Parallel = "dp"
-    """How the trainer spreads expert layers when `model.type` is moe."""
-    other: Parallel = "tp"
-    """How the trainer spreads all other layers when `model.type` is moe."""
 
 
 class EnvironmentChoice(Choice):

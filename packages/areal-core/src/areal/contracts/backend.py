@@ -7,7 +7,24 @@ from typing import Protocol, runtime_checkable
 
 from areal.contracts.algorithm import Loss
 from areal.contracts.messages import Batch
+from areal.contracts.options import Options
+from areal.contracts.specs import ModelSpec, TrainerDevices, TrainingSpec
 from areal.contracts.transfer import Layout, Receipt, Transfer
+
+DISTRIBUTED = "distributed"
+"""Capability of a backend that trains on several ranks; its options are `DistributedOptions`."""
+
+
+class DistributedOptions(Options):
+    """Base of such a backend's options. Invariant: what `problem` passes starts on that many ranks."""
+
+    def problem(self, devices: TrainerDevices, model: ModelSpec, training: TrainingSpec) -> str:
+        """Return why this cannot run, with the nearest values that can, in one sentence; empty: it can.
+
+        Called when the recipe is read, so it is light. `model.path` may be a folder, empty, or a hub id that is not
+        here yet.
+        """
+        return ""
 
 
 @runtime_checkable
@@ -35,11 +52,17 @@ class Backend(Protocol):
         ...
 
     def layout(self) -> Layout:
-        """Return how the weights lie, with every parameter's HF name, shape and dtype."""
+        """Return how the weights lie, with every parameter's HF name, shape and dtype: on every rank the same.
+
+        Several ranks say in `Layout.pieces` who sends what.
+        """
         ...
 
     def send(self, transfer: Transfer) -> Receipt:
-        """Send the current weights along the transfer's plan (phase ``stage``); TransferFailed."""
+        """Send this rank's pieces of the current weights along the transfer's plan (phase ``stage``); TransferFailed.
+
+        A plan whose source has no pieces wants every tensor whole from rank 0.
+        """
         ...
 
     def save(self, path: str) -> None:

@@ -16,7 +16,10 @@ class Sender(Protocol):
     """The half beside a trainer rank. Invariant: after `send` returns or raises, no receiver waits for it."""
 
     def send(self, version: Version, tensors: Iterable[tuple[str, Tensor]], deadline_s: float) -> Receipt:
-        """Send all tensors (HF names, the trainer's dtype), cast to the receivers' dtype; TransferFailed."""
+        """Send this rank's pieces of the plan's source, cast to the receivers' dtype; TransferFailed.
+
+        `tensors`: (HF name, the piece in the trainer's dtype) in the order of `pieces_of`.
+        """
         ...
 
     def close(self) -> None: ...
@@ -44,6 +47,11 @@ class Interrupts(Protocol):
         ...
 
 
+SHARDS = "shards"
+"""Capability of a resharder that takes pieces from every trainer rank; for others `Layout.pieces` is taken away before
+they plan, and rank 0 gathers each tensor in turn."""
+
+
 @runtime_checkable
 class Resharder(Protocol):
     """Made as ``factory(options, run_dir)`` on the controller and, from the plan alone, beside each member.
@@ -55,6 +63,8 @@ class Resharder(Protocol):
         """Decide the road for these members; TransferFailed in one sentence when there is none."""
         ...
 
-    def sender(self, plan: Plan) -> Sender: ...
+    def sender(self, plan: Plan, rank: int = 0) -> Sender:
+        """Return the half beside this trainer rank. Every rank of the plan's source that has pieces has one."""
+        ...
 
     def receiver(self, plan: Plan, member: int) -> Receiver: ...

@@ -15,6 +15,8 @@ from areal.contracts.options import STRICT
 if TYPE_CHECKING:
     from areal.contracts.accelerator import Accelerator
 
+Parallel = Literal["dp", "tp", "pp"]
+"""How devices share a model: each has a copy (dp), slices of each layer (tp), or a run of layers (pp)."""
 Dtype = Literal["float32", "bfloat16", "float16"]
 Beta = Annotated[float, Field(ge=0, lt=1)]
 
@@ -106,6 +108,32 @@ class TrainingSpec:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class LayerParallel:
+    """How a mixture of experts is spread. Invariant: a dense model never reads it."""
+
+    __pydantic_config__: ClassVar[ConfigDict] = STRICT
+
+    expert: Parallel = "dp"
+    """How the trainer spreads expert layers when `model.type` is moe."""
+    other: Parallel = "tp"
+    """How the trainer spreads all other layers when `model.type` is moe."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainerDevices:
+    """What a recipe says about the trainer's devices. Invariant: the backend decides what else it takes to spread."""
+
+    world_size: int = 1
+    """Ranks, one device each."""
+    per_node: int = 1
+    """Ranks on each machine; ranks of one machine are neighbours."""
+    parallel: Parallel = "dp"
+    """``resources.train.parallel``, for a dense model."""
+    layers: LayerParallel = field(default_factory=LayerParallel)
+    """The block ``parallel``, for a mixture of experts."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class BackendContext:
     """Invariant: all ranks of one trainer get equal values but `rank`."""
 
@@ -114,11 +142,15 @@ class BackendContext:
     accelerator: Accelerator
     seed: int
     rank: int = 0
-    world_size: int = 1
+    devices: TrainerDevices = field(default_factory=TrainerDevices)
     rendezvous: str = ""
-    """``host:port`` of the trainer's own process group; empty when world_size is 1."""
+    """``host:port`` of the trainer's own process group; empty for one rank."""
     role: Literal["actor", "critic"] = "actor"
     """``critic``: the model gives a value for each trained token in place of its logprob; see `Values`."""
+
+    @property
+    def world_size(self) -> int:
+        return self.devices.world_size
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -133,8 +165,8 @@ class EngineContext:
     """Folder for log files of processes the engine starts itself."""
     devices: int = 1
     """Devices of this replica; on the CPU as many ranks as on other devices."""
-    parallel: Literal["dp", "tp", "pp"] = "dp"
-    """How they share the model: each has a copy (dp), slices of each layer (tp), or a run of layers (pp)."""
+    parallel: Parallel = "dp"
+    """How they share the model."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

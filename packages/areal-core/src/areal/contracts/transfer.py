@@ -31,6 +31,22 @@ class TensorSpec:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Piece:
+    """A box of one tensor. Invariant: lies inside the whole tensor."""
+
+    tensor: int
+    """Index into `Layout.tensors`."""
+    start: tuple[int, ...]
+    """First index along each dimension."""
+    shape: tuple[int, ...]
+
+    @property
+    def box(self) -> tuple[slice, ...]:
+        """What to index the whole tensor with."""
+        return tuple(slice(first, first + size) for first, size in zip(self.start, self.shape, strict=True))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Adapter:
     """A LoRA adapter (Hu et al. 2021): W + (alpha / rank) B A. Invariant: the weights beneath it never change."""
 
@@ -56,6 +72,9 @@ class Layout:
     """What this side stores; the sender casts to the receiver's."""
     tensors: tuple[TensorSpec, ...] = ()
     """All parameters in the order in which they are sent; tied parameters stand once. Empty for receivers."""
+    pieces: tuple[tuple[Piece, ...], ...] = ()
+    """For each rank of a sender the boxes that it sends, in the order of `tensors`; all ranks' boxes together cover
+    each tensor exactly once. Empty: rank 0 sends every tensor whole."""
     adapter: Adapter | None = None
     """What a sender that trains LoRA publishes: `tensors` are the adapter's, under PEFT's names, and no others."""
 
@@ -94,7 +113,8 @@ class Receipt:
 
     version: Version
     checksums: Mapping[str, int]
-    """CRC-32 of each tensor's bytes in the receiver's dtype, by HF name; empty for commit and rollback."""
+    """CRC-32 of the bytes of each piece of the plan's source in the receiver's dtype, by `piece_name`; a sender's are
+    those of its own rank. Empty for commit and rollback."""
     num_bytes: int = 0
     seconds: float = 0.0
 
@@ -106,6 +126,24 @@ def checksum(tensor: Tensor) -> int:
     if size == 0:
         return 0
     return zlib.crc32((ctypes.c_char * size).from_address(data.data_ptr()))
+
+
+def piece_name(spec: TensorSpec, piece: Piece) -> str:
+    """Return the HF name, and for a part of the tensor its box behind it: ``model.norm.weight[0:32]``."""
+    if piece.shape == spec.shape:
+        return spec.name
+    return f"{spec.name}[{','.join(f'{box.start}:{box.stop}' for box in piece.box)}]"
+
+
+def pieces_of(layout: Layout, rank: int) -> tuple[Piece, ...]:
+    """Return what a rank of a sender sends; of a layout without pieces rank 0 sends everything whole."""
+    if layout.pieces:
+        return layout.pieces[rank]
+    if rank:
+        return ()
+    return tuple(
+        Piece(tensor=index, start=(0,) * len(spec.shape), shape=spec.shape) for index, spec in enumerate(layout.tensors)
+    )
 
 
 def local_host() -> str:

@@ -47,7 +47,7 @@ class FolderResharder:
             details={"folder": self._options.folder},
         )
 
-    def sender(self, plan: Plan) -> FolderSender:
+    def sender(self, plan: Plan, rank: int = 0) -> FolderSender:
         return FolderSender(plan)
 
     def receiver(self, plan: Plan, member: int) -> FolderReceiver:

@@ -55,7 +55,7 @@ class DiskResharder:
         }
         return Plan(uid=uuid.uuid4().hex, source=source, targets=tuple(targets), details=details)
 
-    def sender(self, plan: Plan) -> DiskSender:
+    def sender(self, plan: Plan, rank: int = 0) -> DiskSender:
         return DiskSender(plan)
 
     def receiver(self, plan: Plan, member: int) -> DiskReceiver:

@@ -54,7 +54,7 @@ class XcclResharder:
             details = self._collective_details(plan, collective)
         return Plan(uid=plan.uid, source=source, targets=plan.targets, details=details)
 
-    def sender(self, plan: Plan) -> ShmSender | CollectiveSender:
+    def sender(self, plan: Plan, rank: int = 0) -> ShmSender | CollectiveSender:
         return ShmSender(plan) if plan.details["road"] == "shared_memory" else CollectiveSender(plan)
 
     def receiver(self, plan: Plan, member: int) -> ShmReceiver | CollectiveReceiver:

@@ -49,7 +49,7 @@ class SimResharder:
         details = {SECONDS: self._options.transfer_s}
         return Plan(uid=uuid.uuid4().hex, source=source, targets=tuple(targets), details=details)
 
-    def sender(self, plan: Plan) -> SimSender:
+    def sender(self, plan: Plan, rank: int = 0) -> SimSender:
         return SimSender(plan)
 
     def receiver(self, plan: Plan, member: int) -> SimReceiver:

@@ -2,22 +2,22 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
+from areal.algorithms.update.packing import Packed, micro_batches, pack
+from areal.algorithms.update.schedule import learning_rate as scheduled_rate
+from areal.algorithms.update.statistics import combined
+from areal.algorithms.update.tokens import token_batch
 from areal.builtins.moving import HOST, free_unused, move_module
 from areal.builtins.torch_backend import state
 from areal.builtins.torch_backend.model import CriticModel, PackedModel, PolicyModel
 from areal.builtins.torch_backend.optimizer import Optimizer
 from areal.builtins.torch_backend.options import TorchBackendOptions
-from areal.builtins.torch_backend.packing import Packed, micro_batches, pack
 from areal.builtins.torch_backend.reference import FrozenReference
-from areal.builtins.torch_backend.schedule import learning_rate as scheduled_rate
-from areal.builtins.torch_backend.tokens import token_batch
 from areal.contracts.algorithm import Loss
 from areal.contracts.messages import Batch
 from areal.contracts.resharder import Interrupts, Sender
@@ -123,7 +123,7 @@ class TorchBackend:
         self._num_updates += learning_rate is None
         return {
             "loss": 0.0,
-            **_combined(shares),
+            **combined(shares),
             "grad_norm": grad_norm,
             "learning_rate": rate,
             "skipped": float(skipped),
@@ -231,12 +231,3 @@ class TorchBackend:
 def _weights(model: PackedModel) -> Iterator[tuple[str, Tensor]]:
     for name, parameter in model.module.named_parameters():
         yield name, parameter.detach()
-
-
-def _combined(shares: Sequence[Mapping[str, Tensor]]) -> dict[str, float]:
-    """Add the micro-batches' shares of each statistic, or keep the largest where the name ends in ``_max``."""
-    values: dict[str, list[float]] = defaultdict(list)
-    for share in shares:
-        for name, value in share.items():
-            values[name].append(float(value.detach()))
-    return {name: max(numbers) if name.endswith("_max") else sum(numbers) for name, numbers in values.items()}

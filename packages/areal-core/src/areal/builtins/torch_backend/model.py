@@ -11,11 +11,11 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, AutoModelForTokenClassification, PreTrainedModel
 
+from areal.algorithms.update import attention
+from areal.algorithms.update.logprobs import token_logprobs
+from areal.algorithms.update.packing import Packed, pack
 from areal.builtins.loading import LOADING_ERRORS, first_line
 from areal.builtins.quiet import no_progress_bar
-from areal.builtins.torch_backend import attention
-from areal.builtins.torch_backend.logprobs import token_logprobs
-from areal.builtins.torch_backend.packing import Packed, pack
 from areal.contracts.messages import Row
 from areal.contracts.specs import AmpSpec, BackendContext
 from areal.errors import WorkerFailed

@@ -7,7 +7,7 @@ from itertools import pairwise
 
 import pytest
 
-from areal.builtins.torch_backend.schedule import learning_rate
+from areal.algorithms.update.schedule import learning_rate
 from areal.contracts.specs import TrainingSpec
 
 PEAK = 2e-4

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 from torch.nn.functional import softmax
 
-from areal.builtins.torch_backend.attention import RowGroups, attend
+from areal.algorithms.update.attention import RowGroups, attend
 
 LENGTHS = (3, 5, 5)
 HEADS, KV_HEADS, WIDTH = 4, 2, 8

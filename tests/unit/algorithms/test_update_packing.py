@@ -8,7 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from areal.builtins.torch_backend.packing import Packed, micro_batches, pack
+from areal.algorithms.update.packing import Packed, micro_batches, pack
 from areal.contracts.messages import Row
 
 CPU = torch.device("cpu")

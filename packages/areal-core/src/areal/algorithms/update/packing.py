@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from areal.builtins.torch_backend.attention import RowGroups
+from areal.algorithms.update.attention import RowGroups
 from areal.contracts.messages import Row
 
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from areal.builtins.torch_backend.logprobs import token_logprobs
+from areal.algorithms.update.logprobs import token_logprobs
 
 PREDICTORS, WIDTH, VOCAB = 7, 6, 50
 # Predictors 2 and 4 predict several tokens, one of them twice; 5 predicts none.

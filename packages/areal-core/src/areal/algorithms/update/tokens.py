@@ -8,7 +8,7 @@ from itertools import compress
 import torch
 from torch import Tensor
 
-from areal.builtins.torch_backend.packing import Packed
+from areal.algorithms.update.packing import Packed
 from areal.contracts.algorithm import TokenBatch
 from areal.contracts.messages import Batch, Row
 
