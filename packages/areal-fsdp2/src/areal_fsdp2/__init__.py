@@ -1,0 +1,1 @@
+"""Training on many devices: FSDP2 on a mesh of data, tensor, sequence, pipeline and expert parallelism."""
