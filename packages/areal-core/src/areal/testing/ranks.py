@@ -39,7 +39,7 @@ class Ranks:
         context.set_forkserver_preload(["torch", "transformers"])  # imported once, in the process they are forked from
         self._pipes: list[Connection] = []
         self.processes: list[Any] = []
-        for rank in range(num_ranks):
+        for _ in range(num_ranks):
             ours, theirs = context.Pipe()
             process = context.Process(target=_serve, args=(theirs,), daemon=True)
             process.start()
