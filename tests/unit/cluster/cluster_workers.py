@@ -22,6 +22,17 @@ class AwkwardError(ArealError):
         super().__init__(f"{what} at {where}")
 
 
+class Freezes:
+    """Stops its own process when it is made, or when it starts. Invariant: does nothing else."""
+
+    def __init__(self, when: str) -> None:
+        if when == "made":
+            os.kill(os.getpid(), signal.SIGSTOP)
+
+    def start(self) -> None:
+        os.kill(os.getpid(), signal.SIGSTOP)
+
+
 class Worker:
     """Does as it is told. Invariant: `log` is what happened in it, in order."""
 

@@ -15,7 +15,7 @@ from ray_site import Site, spec
 
 from areal.cluster.process import Ending, this_process
 from areal.cluster.ray import RayHandle
-from areal.contracts.cluster import WorkerDeath
+from areal.contracts.cluster import WorkerDeath, start_of
 from areal.errors import WorkerDied, WorkerFailed
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
@@ -121,6 +121,23 @@ async def test_stacks_while_c_code_holds_the_interpreter(mortal: RayHandle) -> N
     assert stacks.startswith(f"process {mortal.pid} on {mortal.node} does not answer and is sleeping; its threads:\n")
     assert "in hold_the_interpreter" in stacks
     call.cancel()
+
+
+async def test_a_worker_that_freezes_while_it_is_made_is_ended(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("areal.cluster.ray.cluster.NEWCOMER_SILENCE_S", 2.0)
+    began = time.monotonic()
+    with pytest.raises(WorkerFailed, match="frozen did not start: it gave no sign of life for 2 s"):
+        await site.cluster.spawn(spec("frozen", "made", factory="cluster_workers:Freezes"))
+    assert time.monotonic() - began < 30
+
+
+async def test_a_worker_that_freezes_while_it_starts_is_given_up(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("areal.contracts.cluster.NEWCOMER_SILENCE_S", 2.0)
+    made = await site.cluster.spawn(spec("freezing", "later", factory="cluster_workers:Freezes"))
+    with pytest.raises(WorkerFailed, match="freezing gave no sign of life for 2 s while it started"):
+        await start_of(made, 60.0)
+    await made.kill()
+    await next_death(site)
 
 
 async def test_a_stopped_worker_is_seen_and_goes_away_for_good(site: Site, mortal: RayHandle) -> None:

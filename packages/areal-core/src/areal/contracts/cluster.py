@@ -7,6 +7,8 @@ from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol, runtime_checkable
 
+from areal.errors import WorkerFailed
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerSpec:
@@ -98,6 +100,25 @@ class Handle(Calls, Protocol):
         Of one that does not answer: the state of its process as seen from outside. Never raises.
         """
         ...
+
+
+NEWCOMER_SILENCE_S = 120.0
+"""Without a sign of life a worker that is being started counts as hanging."""
+
+
+async def start_of(handle: Handle, deadline_s: float) -> Any:
+    """Call `start` of a worker that nobody else watches yet and return what it returns.
+
+    WorkerFailed also when it gives no sign of life for `NEWCOMER_SILENCE_S`, which is much less than a start may take.
+    """
+    starting = asyncio.ensure_future(handle.call("start", deadline_s=deadline_s))
+    try:
+        while not (await asyncio.wait([starting], timeout=NEWCOMER_SILENCE_S / 8))[0]:
+            if not await handle.ping(NEWCOMER_SILENCE_S) and not starting.done():
+                raise WorkerFailed(f"{handle.name} gave no sign of life for {NEWCOMER_SILENCE_S:g} s while it started")
+        return await starting
+    finally:
+        starting.cancel()
 
 
 @runtime_checkable

@@ -25,7 +25,7 @@ from areal.cluster.ray.handle import BESIDE, RayHandle
 from areal.cluster.ray.nodes import run_there, sizes
 from areal.cluster.ray.placement import Placement
 from areal.cluster.reasons import ENDED_BY_US, root_cause, said_by_ray, with_tail
-from areal.contracts.cluster import Room, WorkerDeath, WorkerSpec
+from areal.contracts.cluster import NEWCOMER_SILENCE_S, Room, WorkerDeath, WorkerSpec
 from areal.contracts.options import Options
 from areal.errors import WorkerFailed
 
@@ -163,7 +163,7 @@ class RayCluster:
                 process = await actor.born.remote()
             ending = Ending(process)
             async with asyncio.timeout(SPAWN_DEADLINE_S):
-                problem = await actor.build.remote()
+                problem = await _built(actor, process)
         except TimeoutError:
             if process is None:
                 problem = f"Ray did not start a process for it within {BORN_DEADLINE_S:g} s"
@@ -280,6 +280,19 @@ def runtime_env(python: str) -> dict[str, str] | None:
     folder and the script's, and what PYTHONPATH says.
     """
     return {"py_executable": shlex.quote(python)} if python else None
+
+
+async def _built(actor: Any, process: Process) -> str:
+    """Make the component; return what went wrong, or an empty string. It may take long, but not stand still."""
+    building = asyncio.wrap_future(actor.build.remote().future())
+    try:
+        while not (await asyncio.wait([building], timeout=NEWCOMER_SILENCE_S / 8))[0]:
+            beside = actor.ping.options(concurrency_group=BESIDE).remote()
+            if not (await asyncio.wait([asyncio.wrap_future(beside.future())], timeout=NEWCOMER_SILENCE_S))[0]:
+                return f"it gave no sign of life for {NEWCOMER_SILENCE_S:g} s, its log is {process.log_file}"
+        return await building
+    finally:
+        building.cancel()
 
 
 async def _last_word(handle: RayHandle, error: RayError) -> RayError:

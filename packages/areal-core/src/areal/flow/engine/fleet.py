@@ -8,7 +8,7 @@ from collections.abc import Awaitable, Callable, Generator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 
-from areal.contracts.cluster import Handle
+from areal.contracts.cluster import Handle, start_of
 from areal.contracts.transfer import Layout
 from areal.errors import WorkerFailed
 from areal.flow.engine.load import LoadMeter
@@ -78,7 +78,7 @@ class Fleet:
             raise
 
     async def _start(self, name: str, handle: Handle) -> None:
-        layout: Layout = await handle.call("start", deadline_s=START_DEADLINE_S)
+        layout: Layout = await start_of(handle, START_DEADLINE_S)
         self.members[name] = Member(handle=handle, layout=layout)
         self._num_joining += 1
 

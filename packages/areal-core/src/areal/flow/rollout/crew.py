@@ -9,7 +9,7 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
-from areal.contracts.cluster import Handle
+from areal.contracts.cluster import Handle, start_of
 from areal.contracts.messages import Completion, Trajectory
 from areal.errors import WorkerDied, WorkerFailed
 from areal.flow.rollout.worker import GroupRequest, Part
@@ -80,7 +80,7 @@ class Crew:
     async def _add(self, name: str) -> None:
         handle = await self._spawn(name)
         try:
-            self.num_prompts = await handle.call("start", deadline_s=START_DEADLINE_S)
+            self.num_prompts = await start_of(handle, START_DEADLINE_S)
         except BaseException:
             await handle.kill()
             raise
