@@ -50,7 +50,9 @@ class Trainer: ...
 class Site:
     """A keeper with real handles of an inline cluster. Invariant: `refused` is what the next spawns raise."""
 
-    def __init__(self, *, most_lost: int = 10, hang_timeout_s: float = 60.0, num_ranks: int = 1, **bounds: Bounds) -> None:
+    def __init__(
+        self, *, most_lost: int = 10, hang_timeout_s: float = 60.0, num_ranks: int = 1, **bounds: Bounds
+    ) -> None:
         self.cluster = InlineCluster(Options(), "")
         self.seat = TrainerSeat(self.spawner("Trainer"), num_ranks)
         self.crew = Crew(self.spawner("Rollout"), 5.0)

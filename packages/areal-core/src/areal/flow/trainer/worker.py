@@ -90,6 +90,8 @@ class TrainerWorker:
 
     def rendezvous(self) -> str:
         """Return ``host:port`` of this machine, where all ranks are to meet; kept free until `start`."""
+        if self._rendezvous is not None:
+            self._rendezvous.release()
         self._rendezvous = Rendezvous()
         return self._rendezvous.where
 
