@@ -11,6 +11,7 @@ import signal
 import socket
 import time
 from collections.abc import AsyncIterator, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -24,8 +25,9 @@ from safetensors.torch import load_file
 from areal.cluster.ray import RayCluster, RayHandle, RayOptions
 from areal.contracts.cluster import Handle, WorkerSpec
 from areal.contracts.messages import Completion, Group, Outcome, Prompt, Trajectory
+from areal.contracts.resharder import SHARDS
 from areal.contracts.specs import BackendContext, ModelSpec, TrainerDevices, TrainingSpec
-from areal.contracts.transfer import Layout, Transfer, piece_name, pieces_of
+from areal.contracts.transfer import Layout, Receipt, Transfer, piece_name, pieces_of
 from areal.errors import ConfigError, TrainerLost
 from areal.flow.trainer.checkpoint import Checkpoints
 from areal.flow.trainer.seat import TrainerSeat
@@ -183,23 +185,18 @@ async def test_a_checkpoint_is_finished_beside_the_next_step(site: Site) -> None
     assert sorted(path.name for path in folder.glob("rank-*")) == ["rank-0", "rank-1"]
 
 
-async def test_each_rank_sends_its_pieces_and_one_receipt_comes_back(site: Site) -> None:
+@pytest.mark.parametrize("name", ["disk", "toy"])
+async def test_each_rank_sends_its_pieces_and_one_receipt_comes_back(site: Site, name: str) -> None:
     layout: Layout = SEEN["layout"]
-    disk = discover().resolve("resharder", "disk")
-    target = Layout(host=layout.host)
-    plan = disk.load()(disk.parse_options({}), str(site.folder)).plan(Layout(**whole(layout)), [target])
-    transfer = Transfer(phase="stage", version=3, resharder=disk, options=disk.parse_options({}), plan=plan)
-    receipt = await site.seat.call("send", transfer, deadline_s=DEADLINE_S)
-    assert sorted(receipt.checksums) == sorted(
-        piece_name(plan.source.tensors[piece.tensor], piece)
-        for rank in range(2)
-        for piece in pieces_of(plan.source, rank)
-    )
-
-
-def whole(layout: Layout) -> dict[str, Any]:
-    fields = ("host", "address", "collective", "num_ranks", "dtype", "tensors")
-    return {name: getattr(layout, name) for name in fields}
+    chosen = toy_ranks.RESHARDER if name == "toy" else discover().resolve("resharder", name)
+    options = chosen.parse_options({})
+    source = layout if SHARDS in chosen.capabilities else replace(layout, pieces=())
+    plan = chosen.load()(options, str(site.folder)).plan(source, [Layout(host=layout.host)])
+    transfer = Transfer(phase="stage", version=3, resharder=chosen, options=options, plan=plan)
+    receipt: Receipt = await site.seat.call("send", transfer, deadline_s=DEADLINE_S)
+    sent = [piece_name(source.tensors[piece.tensor], piece) for rank in range(2) for piece in pieces_of(source, rank)]
+    assert sorted(receipt.checksums) == sorted(sent) and len(sent) > (len(source.tensors) if source.pieces else 0)
+    assert receipt.num_bytes == sum(tensor.nbytes for tensor in SEEN["weights"].values())
 
 
 async def test_a_killed_rank_takes_the_others_with_it_and_another_group_goes_on(site: Site) -> None:
