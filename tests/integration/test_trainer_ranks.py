@@ -208,7 +208,7 @@ async def test_a_killed_rank_takes_the_others_with_it_and_another_group_goes_on(
         await site.train(4)
     await site.started()
     assert list(site.seat.ranks) == ["trainer-1", "trainer-1.1"]
-    await site.seat.call("load", str(site.folder / "checkpoints" / "step-00000002"), deadline_s=DEADLINE_S)
+    await site.seat.load(str(site.folder / "checkpoints" / "step-00000002"), DEADLINE_S)
     assert [await site.train(step) for step in (3, 4)] == SEEN["metrics"][2:]
     folder = await site.checkpoints.save(4)
     found = load_file(folder / "model" / "model.safetensors")

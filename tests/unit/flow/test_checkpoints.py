@@ -214,8 +214,19 @@ async def test_a_changed_byte_is_noticed(checkpoints: Checkpoints, damage: str) 
     )
     with pytest.raises(JournalError, match=f"checkpoint {folder} {named}"):
         check(folder)
+    if damage != "seal":
+        shares = [_is_damaged(folder, share) for share in range(3)]
+        assert shares.count(True) == 1, "of three ranks the one whose share it is"
     (folder / "checksums.json").unlink()
     check(folder)  # an older AReaL sealed nothing
+
+
+def _is_damaged(folder: Path, share: int) -> bool:
+    try:
+        check(folder, share, 3)
+    except JournalError:
+        return True
+    return False
 
 
 async def test_a_checkpoint_that_fails_leaves_nothing_half_written(

@@ -123,9 +123,10 @@ async def test_a_death_says_more_than_the_failures_of_those_who_waited(
 
 async def test_who_is_silent_at_the_deadline_is_named(site: Site) -> None:
     site.held[1].waits = site.held[2].waits = True
-    reason = r"^trainer-0\.1 and trainer-0\.2 did not answer 'work' within 0\.02 s and were ended$"
-    with pytest.raises(TrainerLost, match=reason):
+    reason = r"^trainer-0\.1 and trainer-0\.2 did not answer 'work' within 0\.02 s and were ended\n"
+    with pytest.raises(TrainerLost, match=reason) as caught:
         await site.seat.call("work", 1, deadline_s=0.02)
+    assert "\n==== trainer-0.1\n" in str(caught.value) and "test_trainer_group" in str(caught.value), "doing what"
     assert len(site.ended) == 3
 
 

@@ -169,7 +169,7 @@ class _Again:
             await cluster.start()
             trainer = await self._trainer(cluster)
             deadline_s = self._config.training.step_timeout_s
-            await trainer.call("load", str(checkpoint), deadline_s=deadline_s)
+            await trainer.load(str(checkpoint), deadline_s)
             return {
                 step: await trainer.call("train", self._request(step), deadline_s=deadline_s)
                 for step in range(begin + 1, end + 1)

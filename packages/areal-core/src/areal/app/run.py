@@ -203,7 +203,7 @@ class Controller:
         for step, path in reversed(journal.checkpoints()):
             try:
                 folder = str(self._folder.path / path)
-                await seat.call("load", folder, deadline_s=self._config.training.step_timeout_s)
+                await seat.load(folder, self._config.training.step_timeout_s)
             except JournalError as error:
                 self._console.print(f"warning: {error}", highlight=False, soft_wrap=True)
                 damaged.append(step)

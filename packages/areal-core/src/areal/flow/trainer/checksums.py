@@ -18,13 +18,17 @@ def seal(folder: Path) -> None:
     (folder / FILE).write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
 
 
-def check(folder: Path) -> None:
-    """Raise JournalError when a file is not what was sealed; a folder without seal (of an older AReaL) passes."""
+def check(folder: Path, share: int = 0, num_shares: int = 1) -> None:
+    """Raise JournalError when a file of this share is not what was sealed.
+
+    A folder without seal (of an older AReaL) passes.
+    """
     if not (folder / FILE).is_file():
         return
     try:
         sealed: dict[str, list[int]] = json.loads((folder / FILE).read_text(encoding="utf-8"))
-        wrong = [name for name, sums in sealed.items() if not _is_as_sealed(folder / name, sums)]
+        ours = list(sealed.items())[share::num_shares]
+        wrong = [name for name, sums in ours if not _is_as_sealed(folder / name, sums)]
     except (OSError, ValueError, AttributeError) as error:
         raise JournalError(f"checkpoint {folder} cannot be read: {error}; go on from an older one") from error
     if wrong:

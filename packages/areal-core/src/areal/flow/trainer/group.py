@@ -15,6 +15,9 @@ STRAGGLE_S = 30.0
 """For the others to end a call in which a rank has failed: they may be waiting for it in a collective, or for a death
 that the cluster has not noticed yet."""
 
+STACKS_S = 5.0
+"""For a silent rank to say what it is doing, before it is ended."""
+
 
 class RankLost(Exception):
     """A rank that cannot go on, and the whole group with it. Invariant: `name` is the one that is to blame."""
@@ -58,7 +61,9 @@ async def _ended(
         done, silent = await asyncio.wait(silent, timeout=left_s, return_when=asyncio.FIRST_COMPLETED)
         names = [name for call, name in calls.items() if call in silent]
         if not done:
-            raise _silence(names, method, deadline_s, first)
+            silence = _silence(names, method, deadline_s, first)
+            silence.reason += await _stacks({name: ranks[name] for name in names})
+            raise silence
         failed = [(calls[call], error) for call in calls if call in done and (error := call.exception())]
         for name, error in failed:
             if isinstance(error, WorkerDied | TrainerLost):
@@ -77,6 +82,12 @@ def _silence(names: Sequence[str], method: str, deadline_s: float | None, first:
         return RankLost(names[0], f"{who} did not answer {method!r} within {deadline_s:g} s and {were} ended")
     reason = f"{first}; {who} did not end {method!r} after that and {were} ended"
     return RankLost(names[0], reason, None if isinstance(first, WorkerFailed) else first)
+
+
+async def _stacks(silent: Mapping[str, Handle]) -> str:
+    """Return what they are doing, below the sentence: who waits for whom can be read there, and nowhere later."""
+    found = await asyncio.gather(*(handle.stacks(STACKS_S) for handle in silent.values()))
+    return "".join(f"\n==== {name}\n{text}" for name, text in zip(silent, found, strict=True))
 
 
 async def _interrupt(rank: Handle) -> None:

@@ -61,6 +61,14 @@ class TrainerSeat:
         await self.call("make", where, deadline_s=deadline_s)
         return await self.call("start", deadline_s=deadline_s)
 
+    async def load(self, path: str, deadline_s: float) -> None:
+        """Have all ranks restore a checkpoint, once all have found their share of its files undamaged.
+
+        JournalError when it is missing or damaged, and else what `call` raises.
+        """
+        await self.call("verify", path, deadline_s=deadline_s)
+        await self.call("load", path, deadline_s=deadline_s)
+
     async def call(self, method: str, *args: Any, deadline_s: float | None = None) -> Any:
         """Call a method of all ranks and return rank 0's answer; of receipts one for all.
 

@@ -174,7 +174,8 @@ class TrainerWorker:
             rows = [row.with_proximal(logprobs) for row, logprobs in zip(rows, proximal, strict=True)]
         steps: list[Mapping[str, float]] = []
         num_skipped_rows = 0
-        for number, part in enumerate(self._minibatches(rows, request.step)):
+        seed = f"{self._context.seed}/{request.step}"
+        for number, part in enumerate(_minibatches(rows, num_minibatches, seed, self._needs.whole_groups)):
             batch = replace(self._batch(part, request.version), first_update=number == 0)
             useful = replace(_useful(batch, self._needs), whole_groups=self._needs.whole_groups)
             num_skipped_rows += len(batch.rows) - len(useful.rows)
@@ -182,17 +183,6 @@ class TrainerWorker:
             metrics = {_metric(name): value for name, value in statistics.items()}
             steps.append({**metrics, **(self._critic.train(batch) if self._critic is not None else {})})
         return _mean(steps) | {"rows/without_advantage": float(num_skipped_rows)}
-
-    def _minibatches(self, rows: Sequence[Row], step: int) -> list[list[Row]]:
-        """Deal the rows out, or whole groups of them where the loss compares rows of one group."""
-        num_minibatches = self._context.training.minibatches
-        units: dict[int, list[Row]] = {}
-        for number, row in enumerate(rows):
-            units.setdefault(row.group if self._needs.whole_groups else number, []).append(row)
-        order = list(units.values())
-        if num_minibatches > 1:
-            random.Random(f"{self._context.seed}/{step}").shuffle(order)
-        return [[row for unit in order[k::num_minibatches] for row in unit] for k in range(num_minibatches)]
 
     def _batch(self, rows: Sequence[Row], version: Version) -> Batch:
         return Batch(
@@ -239,9 +229,12 @@ class TrainerWorker:
                 if isinstance(backend, SavesInBackground):
                     await asyncio.to_thread(backend.finish_save)
 
+    def verify(self, path: str) -> None:
+        """Look for damage in this rank's share of a checkpoint's files: JournalError."""
+        check(Path(path), self._context.rank, self._context.world_size)
+
     def load(self, path: str) -> None:
-        """Restore what `save` wrote; JournalError when it is missing or damaged."""
-        check(Path(path))
+        """Restore what `save` wrote; JournalError when it is missing."""
         self._backend.load(path)
         if self._critic is not None:
             self._critic.load(path)
@@ -266,6 +259,17 @@ def _failing_as_one() -> Generator[None]:
         raise JournalError(
             f"the trainer could not write into the run's folder: {type(error).__name__}: {said}"
         ) from error
+
+
+def _minibatches(rows: Sequence[Row], num_minibatches: int, seed: str, whole_groups: bool) -> list[list[Row]]:
+    """Deal the rows out, or whole groups of them where the loss compares rows of one group."""
+    units: dict[int, list[Row]] = {}
+    for number, row in enumerate(rows):
+        units.setdefault(row.group if whole_groups else number, []).append(row)
+    order = list(units.values())
+    if num_minibatches > 1:
+        random.Random(seed).shuffle(order)
+    return [[row for unit in order[k::num_minibatches] for row in unit] for k in range(num_minibatches)]
 
 
 def _useful(batch: Batch, needs: Needs) -> Batch:
