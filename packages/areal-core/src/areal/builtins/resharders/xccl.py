@@ -10,7 +10,8 @@ from pydantic import Field
 
 from areal.builtins.resharders.collective import CollectiveReceiver, CollectiveSender
 from areal.builtins.resharders.control import free_port
-from areal.builtins.resharders.shm import ShmReceiver, ShmSender, room_for
+from areal.builtins.resharders.pieces import check_pieces
+from areal.builtins.resharders.shm import ShmHelper, ShmReceiver, ShmSender, room_for, shm_sender
 from areal.builtins.resharders.wire import check_members, num_bytes, wire_specs
 from areal.contracts.options import Options
 from areal.contracts.transfer import Layout, Plan
@@ -45,6 +46,7 @@ class XcclResharder:
     def plan(self, source: Layout, targets: Sequence[Layout]) -> Plan:
         """Choose shared memory or the collective; TransferFailed when the members cannot reach each other."""
         check_members(source, targets)
+        check_pieces(source)
         collectives = {member.collective for member in (source, *targets)}
         collective = collectives.pop() if len(collectives) == 1 else "gloo"
         plan = Plan(uid=uuid.uuid4().hex, source=source, targets=tuple(targets))
@@ -54,8 +56,8 @@ class XcclResharder:
             details = self._collective_details(plan, collective)
         return Plan(uid=plan.uid, source=source, targets=plan.targets, details=details)
 
-    def sender(self, plan: Plan, rank: int = 0) -> ShmSender | CollectiveSender:
-        return ShmSender(plan) if plan.details["road"] == "shared_memory" else CollectiveSender(plan)
+    def sender(self, plan: Plan, rank: int = 0) -> ShmSender | ShmHelper | CollectiveSender:
+        return shm_sender(plan, rank) if plan.details["road"] == "shared_memory" else CollectiveSender(plan)
 
     def receiver(self, plan: Plan, member: int) -> ShmReceiver | CollectiveReceiver:
         if plan.details["road"] == "shared_memory":
