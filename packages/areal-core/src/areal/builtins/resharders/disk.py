@@ -214,9 +214,7 @@ def _write(
     return checksums
 
 
-def _receipt(
-    version: Version, files: dict[str, list[Item]], checksums: dict[str, int], deadline: Deadline
-) -> Receipt:
+def _receipt(version: Version, files: dict[str, list[Item]], checksums: dict[str, int], deadline: Deadline) -> Receipt:
     size = sum(item.num_bytes for group in files.values() for item in group)
     return Receipt(version=version, checksums=checksums, num_bytes=size, seconds=deadline.elapsed_s)
 

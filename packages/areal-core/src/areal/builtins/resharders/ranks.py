@@ -99,9 +99,7 @@ class Lead:
     def _end(self, failed: str) -> None:
         with suppress(OSError):
             (self._folder / "open").unlink(missing_ok=True)
-            write_json(
-                self._folder / "verdict", {"version": self._version, "token": self._token, "failed": failed}
-            )
+            write_json(self._folder / "verdict", {"version": self._version, "token": self._token, "failed": failed})
 
 
 class Seat:

@@ -277,4 +277,3 @@ class ShmReceiver:
             return None
         finally:
             os.close(handle)  # the mapping has a handle of its own, and with it the lock
-
