@@ -31,3 +31,9 @@ class TestXcclGloo(TestXcclSharedMemory):
     @pytest.fixture
     def options(self) -> dict[str, Any]:
         return {"shared_memory": "never", "bucket_bytes": 1_000_001}
+
+
+class TestXcclDelta(TestXcclSharedMemory):
+    @pytest.fixture
+    def options(self) -> dict[str, Any]:
+        return {"shared_memory": "never", "bucket_bytes": 1_000_001, "delta": "always"}

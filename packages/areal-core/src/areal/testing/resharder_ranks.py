@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import pytest
@@ -91,12 +91,14 @@ class ResharderRanks:
 
         return make_sharded
 
-    def begin(self, crew: Crew, half: Any, version: int, deadline_s: float = DEADLINE_S, **faults: str) -> None:
-        """Have all engines receive and all ranks with pieces send; ``rank_1="stall"`` is rank 1's fault."""
+    def begin(
+        self, crew: Crew, half: Any, version: int, deadline_s: float = DEADLINE_S, faults: Mapping[int, str] = {}
+    ) -> None:
+        """Have all engines receive and all ranks with pieces send; `faults`: by rank."""
         for engine in range(len(half[2].targets)):
             crew[f"engine-{engine}"].ask("receive", half, engine, version, deadline_s, "")
         for rank in SENDING:
-            if (fault := faults.get(f"rank_{rank}", "")) != "absent":
+            if (fault := faults.get(rank, "")) != "absent":
                 crew[f"rank-{rank}"].ask("send", half, version, deadline_s, fault, rank)
 
     def finish(self, crew: Crew, half: Any, version: int) -> None:
@@ -137,7 +139,7 @@ class ResharderRanks:
     @pytest.mark.parametrize("broken", SENDING)
     def test_a_rank_whose_source_breaks_ends_the_wait_of_all(self, crew: Crew, sharded: Any, broken: int) -> None:
         half = sharded(2)
-        self.begin(crew, half, 1, **{f"rank_{broken}": "raise"})
+        self.begin(crew, half, 1, faults={broken: "raise"})
         others = [f"rank-{rank}" for rank in SENDING if rank != broken]
         (reason,) = self.refused(crew, [f"rank-{broken}"], DEADLINE_S / 2)
         assert "the source broke" in reason
@@ -152,7 +154,7 @@ class ResharderRanks:
         half = sharded(2)
         self.begin(crew, half, 1)
         self.finish(crew, half, 1)
-        self.begin(crew, half, 2, 3 * SHORT_S, **{f"rank_{lost}": "stall"})
+        self.begin(crew, half, 2, 3 * SHORT_S, faults={lost: "stall"})
         self.lose(crew, f"rank-{lost}", fate)
         others = [f"rank-{rank}" for rank in SENDING if rank != lost]
         reasons = self.refused(crew, others, 3 * SHORT_S + SLACK_S)
@@ -166,7 +168,7 @@ class ResharderRanks:
 
     def test_an_absent_rank_is_named_in_time(self, crew: Crew, sharded: Any) -> None:
         half = sharded(1)
-        self.begin(crew, half, 1, SHORT_S, rank_2="absent")
+        self.begin(crew, half, 1, SHORT_S, faults={2: "absent"})
         reasons = self.refused(crew, ["rank-0", "rank-1"], SHORT_S + SLACK_S)
         assert "rank 2" in reasons[0], reasons
         self.refused(crew, ["engine-0"], SHORT_S + SLACK_S)
