@@ -13,11 +13,12 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from areal.builtins.resharders.delta import ASK_AGAIN, BLOCK, TRIED, Choice, apply, encode
+from areal.builtins.resharders.delta import ASK_AGAIN, TRIED, Choice, apply, encode
 from areal.builtins.resharders.xccl import XcclOptions, XcclResharder
 from areal.contracts.transfer import Layout, Piece, Plan, TensorSpec, checksum, piece_name
 from areal.errors import TransferFailed
 
+BLOCK = 65536
 Weights = dict[str, torch.Tensor]
 # Odd numbers of bytes, several blocks of words, several buckets, and no elements at all.
 SPECS = (
@@ -55,7 +56,7 @@ def test_what_a_delta_makes_is_equal_bit_by_bit(size: int, share: float, seed: i
     new = np.where(chance.random(size) < share, chance.integers(0, 256, size, dtype=np.uint8), old)
     delta = encode(old, new)
     if delta is None:
-        assert size < 8 or (old != new).mean() > 0.1, "a small change is worth a delta"
+        assert size < 32 or (old != new).mean() > 0.1, "a small change is worth a delta"
         return
     assert len(delta) < size
     apply(old, delta)
@@ -67,16 +68,26 @@ def test_bits_count_and_not_numbers() -> None:
     old = torch.tensor([float("nan"), 0.0, 1.0, *[2.0] * 20], dtype=torch.bfloat16).view(torch.uint8).numpy()
     new = torch.tensor([float("nan"), -0.0, 1.0, *[2.0] * 20], dtype=torch.bfloat16).view(torch.uint8).numpy()
     delta = encode(old, new)
-    assert delta is not None and len(delta) == 4 + 4
+    assert delta is not None and len(delta) == 8 + 2 + 1
     apply(old, delta)
     assert (old == new).all()
 
 
-def test_a_changed_word_costs_four_bytes() -> None:
+@pytest.mark.parametrize(
+    ("words", "size"),
+    [
+        ([], 0),
+        ([0, 1, 255, 510, 511], 5 * 2 + 5 + 1),  # neighbours in bytes; 1 to 255 is 254, 255 to 510 needs two
+        ([0, BLOCK, 4 * BLOCK - 1], 3 * 2 + 2 * (1 + 2 + 4)),  # far apart in words
+    ],
+)
+def test_a_changed_word_costs_three_or_four_bytes(words: list[int], size: int) -> None:
     old, new = (np.zeros(8 * BLOCK, dtype=np.uint8) for _ in range(2))
-    new[[0, 1, 2 * BLOCK, 8 * BLOCK - 1]] = 1
+    new.view(np.uint16)[words] = 1
     delta = encode(old, new)
-    assert delta is not None and len(delta) == 4 * 4 + 3 * 4
+    assert delta is not None and len(delta) == 8 + size
+    apply(old, delta)
+    assert (old == new).all()
 
 
 @pytest.mark.parametrize("damage", ["cut", "longer", "empty", "another place"])
@@ -88,7 +99,7 @@ def test_a_delta_that_does_not_fit_is_refused(damage: str) -> None:
     wrong = {"cut": made[:-1], "longer": np.append(made, made), "empty": made[:0]}.get(damage)
     if wrong is None:
         wrong = made.copy()
-        wrong[4:6] = 255
+        wrong[10] = 255
     with pytest.raises(TransferFailed, match="a delta"):
         apply(old, wrong)
     assert not old.any()
@@ -301,7 +312,7 @@ def test_what_was_received_is_the_consumers_own(road: Any) -> None:
     assert one.publish(3, weights) < NUM_BYTES / 20, "and the base is as it was sent"
 
 
-def test_float32_goes_whole_when_its_lower_halves_all_change(road: Any) -> None:
+def test_float32_is_exact_though_its_lower_halves_all_change() -> None:
     options = XcclOptions(shared_memory="never", delta="always")
     spec = TensorSpec(name="w", shape=(1000,), dtype="float32")
     resharder = XcclResharder(options, "")
@@ -314,7 +325,7 @@ def test_float32_goes_whole_when_its_lower_halves_all_change(road: Any) -> None:
             arriving = pool.submit(lambda version: dict(receiver.receive(version, 30)), version)
             receipt = sender.send(version, [("w", sent)], 30)
             assert torch.equal(arriving.result()["w"], sent)
-            assert receipt.num_bytes >= 0.9 * sent.nbytes
+            assert 0.7 * sent.nbytes < receipt.num_bytes <= sent.nbytes
     sender.close()
     receiver.close()
 
