@@ -44,7 +44,7 @@ def items_of(plan: Plan, rank: int) -> tuple[Item, ...]:
 
 def sending_ranks(layout: Layout) -> list[int]:
     """Return the ranks that have pieces, in order; the first of them leads the others."""
-    return [rank for rank in range(max(1, len(layout.pieces))) if pieces_of(layout, rank)]
+    return [rank for rank in range(max(1, len(layout.pieces))) if pieces_of(layout, rank)] or [0]
 
 
 def check_pieces(layout: Layout) -> None:
