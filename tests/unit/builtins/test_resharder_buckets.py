@@ -26,14 +26,14 @@ DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 )
 def test_buckets_cover_each_byte_once_and_in_order(sizes: list[int], bucket_bytes: int) -> None:
     buckets = list(schedule(sizes, bucket_bytes))
-    bytes_seen = [(p.tensor, at) for bucket in buckets for p in bucket for at in range(p.start, p.stop)]
-    assert bytes_seen == [(tensor, at) for tensor, size in enumerate(sizes) for at in range(size)]
+    bytes_seen = [(p.item, at) for bucket in buckets for p in bucket for at in range(p.start, p.stop)]
+    assert bytes_seen == [(item, at) for item, size in enumerate(sizes) for at in range(size)]
     assert all(0 < sum(piece.size for piece in bucket) <= bucket_bytes for bucket in buckets)
 
 
 def test_small_tensors_share_a_bucket_and_large_ones_do_not() -> None:
     buckets = list(schedule([3, 3, 10, 3, 0, 3], bucket_bytes=8))
-    assert [[(p.tensor, p.start, p.stop) for p in bucket] for bucket in buckets] == [
+    assert [[(p.item, p.start, p.stop) for p in bucket] for bucket in buckets] == [
         [(0, 0, 3), (1, 0, 3)],
         [(2, 0, 8)],
         [(2, 8, 10)],

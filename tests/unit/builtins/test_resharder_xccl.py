@@ -112,9 +112,9 @@ def test_impossible_plans_are_refused(source: Layout, targets: list[Layout], sen
 def test_the_group_is_kept_between_versions_and_remade_after_a_failure(halves: Any) -> None:
     sender, receivers = halves(make_plan(SOURCE, Layout(host="one"), Layout(host="one"), options=NEVER))
     exchange(sender, receivers, 1)
-    group = sender._group
+    group = sender._outlet._group
     exchange(sender, receivers, 2)
-    assert sender._group is group
+    assert sender._outlet._group is group
     with ThreadPoolExecutor() as pool:
         waiting = [pool.submit(lambda receiver: list(receiver.receive(3, 30)), each) for each in receivers]
         with pytest.raises(TransferFailed, match="stopped before 'c'"):
@@ -123,7 +123,7 @@ def test_the_group_is_kept_between_versions_and_remade_after_a_failure(halves: A
             with pytest.raises(TransferFailed, match="gave up version 3: the trainer stopped before 'c'"):
                 future.result()
     exchange(sender, receivers, 3)
-    assert sender._group is not group
+    assert sender._outlet._group is not group
 
 
 def test_a_remade_receiver_gets_a_new_group(halves: Any) -> None:

@@ -66,12 +66,14 @@ def areal_resharders() -> list[Component]:
             factory="areal.builtins.resharders.disk:DiskResharder",
             options="areal.builtins.resharders.disk:DiskOptions",
             summary="Safetensors files in a folder that both sides see.",
+            capabilities=frozenset({"shards"}),
         ),
         Component(
             name="xccl",
             factory="areal.builtins.resharders.xccl:XcclResharder",
             options="areal.builtins.resharders.xccl:XcclOptions",
             summary="Broadcast from memory to memory; shared memory on one host.",
+            capabilities=frozenset({"shards"}),
         ),
         Component(
             name="sim",

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from areal.contracts.messages import Version
 from areal.contracts.resharder import Interrupts, Receiver
-from areal.contracts.transfer import Receipt, Transfer, checksum
+from areal.contracts.transfer import Layout, Receipt, TensorSpec, Transfer, checksum, piece_name, pieces_of
 from areal.errors import TransferFailed
 
 if TYPE_CHECKING:
@@ -110,14 +110,15 @@ class Staging:
         checksums: dict[str, int] = {}
         owners: dict[int, str] = {}
         receiver = self._receiver_of(transfer)
+        boxes = _Boxes(transfer.plan.source)
         arriving = receiver.receive(transfer.version, end - time.monotonic())
         self._go_on_with(attempt, transfer.version, end)  # from here on `drop` can interrupt it
         for name, tensor in arriving:
             parameter = self._check(name, tensor)
             self._go_on_with(attempt, transfer.version, end)
-            checksums[name] = checksum(tensor)
+            checksums |= boxes.checksums(name, tensor)
             first = owners.setdefault(id(parameter), name)
-            if checksums[first] != checksums[name]:
+            if first != name and checksum(tensor) != checksum(staged[first]):
                 raise TransferFailed(f"{first!r} and {name!r} are one tied parameter here but arrived with two values")
             # A copy: the receiver may use its memory again.
             staged[first] = tensor.to(self._device or parameter.device, copy=True)
@@ -154,6 +155,22 @@ class Staging:
         receiver: Receiver = resharder.receiver(transfer.plan, transfer.member)
         self._receiver, self._uid = receiver, transfer.plan.uid
         return receiver
+
+
+class _Boxes:
+    """What the sender's ranks send of each tensor. Invariant: a tensor that no rank names is one piece."""
+
+    def __init__(self, source: Layout) -> None:
+        self._pieces: dict[str, dict[str, tuple[slice, ...]]] = {}
+        for rank in range(max(1, len(source.pieces))):
+            for piece in pieces_of(source, rank):
+                spec: TensorSpec = source.tensors[piece.tensor]
+                self._pieces.setdefault(spec.name, {})[piece_name(spec, piece)] = piece.box
+
+    def checksums(self, name: str, tensor: Tensor) -> dict[str, int]:
+        """Return the CRC-32 of each piece of a tensor that arrived, by `piece_name`."""
+        pieces = self._pieces.get(name, {name: ()})
+        return {key: checksum(tensor[box]) for key, box in pieces.items()}
 
 
 def _shape(tensor: Tensor) -> str:

@@ -116,6 +116,8 @@ class Receipt:
     """CRC-32 of the bytes of each piece of the plan's source in the receiver's dtype, by `piece_name`; a sender's are
     those of its own rank. Empty for commit and rollback."""
     num_bytes: int = 0
+    """A sender's: what its rank put on the road for each receiver, less than its pieces when they were compressed; an
+    engine's: what it staged."""
     seconds: float = 0.0
 
 

@@ -1,4 +1,4 @@
-"""The control road beside a process group: one TCP connection per receiver and transfer, JSON lines both ways.
+"""The control road beside process groups: one TCP connection per receiver or rank and transfer, JSON lines both ways.
 
 torch's own store cannot serve here: reading from it blocks for ever while the process that hosts it is frozen, and
 it does not say which member is gone. A closed connection does.
@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import random
 import socket
+from contextlib import suppress
 from typing import Any
 
 from areal.builtins.resharders.wire import Deadline
@@ -38,8 +39,13 @@ class Channel:
     def receive(self, deadline: Deadline) -> dict[str, Any]:
         """Return the next message. Raises ConnectionError when the peer is gone, TimeoutError."""
         while b"\n" not in self._read:
-            self._connection.settimeout(max(deadline.left_s, 0.001))
-            part = self._connection.recv(65536)
+            self._connection.settimeout(min(max(deadline.left_s, 0.001), LISTEN_S))
+            try:
+                part = self._connection.recv(65536)
+            except TimeoutError:
+                if deadline.left_s == 0:
+                    raise
+                continue
             if not part:
                 raise ConnectionError("the connection was closed")
             self._read += part
@@ -51,6 +57,11 @@ class Channel:
         if not isinstance(message, dict):
             raise ConnectionError("the other side speaks another protocol")
         return message
+
+    def try_send(self, message: dict[str, Any]) -> None:
+        """Tell a peer that may be gone; nobody waits for the answer."""
+        with suppress(OSError):
+            self.send(message, Deadline(1.0))
 
     def is_open(self) -> bool:
         """Whether the peer has not closed the connection."""

@@ -1,15 +1,18 @@
-"""Weights through shared memory: the sender casts them into a segment, receivers map it.
+"""Weights through shared memory: the trainer's ranks cast them into a segment, receivers map it.
 
-    /dev/shm/areal-<plan>/      one folder per plan, made by the sender
-        owner                   locked by the sender as long as it lives; the kernel lets go when it dies
+    /dev/shm/areal-<plan>/      one folder per plan, made by the first rank
+        owner                   locked by the first rank as long as it lives; the kernel lets go when it dies
         v00000012               a segment whose content is whole
-        v00000012.failed        why the sender gave a version up
+        v00000012.failed        why the trainer gave a version up
         draft-3                 a segment being written or waiting to be used again
+        open, verdict, rank-*   how several ranks write one segment together: see ranks.py
 
-A segment is locked shared while any tensor that a receiver yielded is alive, because the mapping holds the lock.
-The sender writes only into segments that nobody else has locked, and makes another when there is none. So a yielded
-tensor never changes, nothing is torn, and in the steady state the same two warm segments are used in turn:
-writing into fresh memory is several times slower than into memory that was touched before.
+The first rank chooses a segment, each rank writes its own boxes, and the first publishes when all have. A segment is
+locked shared while any tensor that a receiver yielded is alive, because the mapping holds the lock, and while another
+rank is at work on it. The first rank chooses only segments that nobody else has locked, and makes another when there
+is none. So a yielded tensor never changes, nothing is torn, a rank that comes too late writes into memory that nobody
+reads, and in the steady state the same two warm segments are used in turn: writing into fresh memory is several times
+slower than into memory that was touched before.
 """
 
 from __future__ import annotations
@@ -18,24 +21,24 @@ import fcntl
 import mmap
 import os
 import shutil
-from collections.abc import Iterable, Iterator, Sequence
-from math import prod
+from collections.abc import Iterable, Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import torch
 
+from areal.builtins.resharders.locks import holder_died, is_still, own, try_lock
+from areal.builtins.resharders.pieces import items_of, sending_ranks
+from areal.builtins.resharders.ranks import Lead, Seat
+from areal.builtins.resharders.segment import Boxes, Mapped, Segment, segment_places, segment_tensor
 from areal.builtins.resharders.versions import Waiter, attempt, version_name
-from areal.builtins.resharders.wire import Deadline, checked, num_bytes, torch_dtype, wire_specs
+from areal.builtins.resharders.wire import Deadline, wire_specs
 from areal.contracts.messages import Version
-from areal.contracts.transfer import Plan, Receipt, TensorSpec, checksum
+from areal.contracts.transfer import Plan, Receipt
 from areal.errors import TransferFailed
 
 ROOT = Path("/dev/shm")
 PREFIX = "areal-"
-# A cache line, so that every tensor starts aligned for any dtype.
-ALIGNMENT = 64
-# A receiver holds a lock for some microseconds while it looks whether the sender lives; wait that out.
-LOCK_WAIT_S = 0.1
 
 
 def plan_folder(uid: str) -> Path:
@@ -55,108 +58,50 @@ def sweep() -> None:
 
 
 def owner_died(folder: Path) -> bool:
-    """Whether the folder's sender is gone; False while there is none yet."""
-    try:
-        handle = os.open(folder / "owner", os.O_RDONLY)
-    except OSError:
-        return False
-    try:
-        # The file is empty until its sender holds the lock, so a sender just starting is not taken for a dead one.
-        return os.fstat(handle).st_size > 0 and _try_lock(handle, fcntl.LOCK_SH)
-    finally:
-        os.close(handle)
+    """Whether the folder's first rank is gone; False while there is none yet."""
+    return holder_died(folder / "owner")
 
 
-def _try_lock(handle: int, mode: int) -> bool:
-    try:
-        fcntl.flock(handle, mode | fcntl.LOCK_NB)
-    except OSError:
-        return False
-    return True
-
-
-def segment_places(specs: Sequence[TensorSpec]) -> tuple[list[int], int]:
-    """Return each tensor's offset in a segment, and the segment's size in bytes."""
-    places: list[int] = []
-    end = 0
-    for spec in specs:
-        places.append(end)
-        end += -(-num_bytes(spec) // ALIGNMENT) * ALIGNMENT
-    return places, max(end, ALIGNMENT)
-
-
-def segment_tensor(memory: mmap.mmap, spec: TensorSpec, place: int) -> torch.Tensor:
-    """Return a tensor over mapped memory; the mapping lives as long as the tensor."""
-    dtype = torch_dtype(spec.dtype)
-    if not (count := prod(spec.shape)):
-        return torch.empty(spec.shape, dtype=dtype)
-    return torch.frombuffer(memory, dtype=dtype, count=count, offset=place).view(spec.shape)
-
-
-class _Segment:
-    """Invariant: its content changes only between `try_lock` and `unlock`."""
-
-    def __init__(self, path: Path, size: int) -> None:
-        self.path = path
-        self._handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
-        try:
-            # Takes the pages now: a full /dev/shm is then an error here and not a signal that kills the process.
-            os.posix_fallocate(self._handle, 0, size)
-        except OSError as error:
-            self.remove()
-            free = shutil.disk_usage(path.parent).free
-            raise TransferFailed(
-                f"the weights need {size} bytes of shared memory, but {ROOT} has {free} left ({error.strerror});"
-                " enlarge it or set the resharder's shared_memory to never"
-            ) from error
-        self.memory = mmap.mmap(self._handle, size)
-
-    def try_lock(self) -> bool:
-        return Deadline(LOCK_WAIT_S).poll(lambda: _try_lock(self._handle, fcntl.LOCK_EX) or None) or False
-
-    def unlock(self) -> None:
-        fcntl.flock(self._handle, fcntl.LOCK_UN)
-
-    def rename(self, path: Path) -> None:
-        self.path = self.path.rename(path)
-
-    def remove(self) -> None:
-        """Take the name away; the memory goes with the last mapping."""
-        self.path.unlink(missing_ok=True)
-        os.close(self._handle)
+def shm_sender(plan: Plan, rank: int) -> ShmSender | ShmHelper:
+    """Return what this trainer rank sends with: the first rank that has pieces leads the others."""
+    return ShmSender(plan, rank) if rank == sending_ranks(plan.source)[0] else ShmHelper(plan, rank)
 
 
 class ShmSender:
-    """Invariant: never writes into memory that a receiver's tensor still shows."""
+    """The first rank's half. Invariant: nobody writes into memory that a receiver's tensor still shows."""
 
-    def __init__(self, plan: Plan) -> None:
+    def __init__(self, plan: Plan, rank: int = 0) -> None:
         self._plan = plan
-        self._specs = wire_specs(plan)
-        self._places, self._size = segment_places(self._specs)
+        self._boxes = Boxes(wire_specs(plan), items_of(plan, rank))
         self._folder = plan_folder(plan.uid)
+        self._lead = Lead(self._folder, sending_ranks(plan.source)[1:])
+        self._deadline = Deadline(0.0)
         self._owner: int | None = None
-        self._segments: list[_Segment] = []
-        self._newest: _Segment | None = None
+        self._segments: list[Segment] = []
+        self._newest: Segment | None = None
         self._num_made = 0
 
     def send(self, version: Version, tensors: Iterable[tuple[str, torch.Tensor]], deadline_s: float) -> Receipt:
-        """Cast all tensors into a segment and publish it; returns without waiting for receivers. TransferFailed."""
-        deadline = Deadline(deadline_s)
+        """Cast this rank's pieces into a segment and publish it when all ranks have; waits for no receiver.
+
+        Raises TransferFailed, which names the ranks that died, gave up, or did not write in time.
+        """
+        deadline = self._deadline = Deadline(deadline_s)
         self._open()
-        with attempt(self._folder, self._plan.uid, version):
+        with attempt(self._folder, self._plan.uid, version), self._lead.attempt(version):
             segment = self._writable(version)
-            for place, (spec, tensor) in zip(self._places, checked(self._specs, tensors), strict=True):
-                segment_tensor(segment.memory, spec, place).copy_(tensor)
-                if deadline.left_s == 0:
-                    raise TransferFailed(f"the trainer's sender did not write version {version} in {deadline_s:g} s")
-            segment.unlock()
+            self._lead.invite({"segment": segment.path.name})
+            with _in_time(version, deadline_s):
+                self._boxes.write(segment.memory, tensors, deadline)
+            self._lead.wait(deadline)
             segment.rename(self._folder / version_name(version))
             self._newest = segment
         # After publishing, so that receivers read while the checksums are made.
-        shown = zip(self._specs, self._places, strict=True)
-        checksums = {spec.name: checksum(segment_tensor(segment.memory, spec, place)) for spec, place in shown}
-        size = sum(map(num_bytes, self._specs))
-        return Receipt(version=version, checksums=checksums, num_bytes=size, seconds=deadline.elapsed_s)
+        return _receipt(version, self._boxes, segment.memory, deadline)
+
+    def interrupt(self) -> None:
+        """Wait no longer for the other ranks."""
+        self._deadline.end()
 
     def close(self) -> None:
         """Remove everything from shared memory; tensors that receivers hold stay valid. Idempotent."""
@@ -176,39 +121,108 @@ class ShmSender:
         sweep()
         try:
             self._folder.mkdir(mode=0o700, exist_ok=True)
-            owner = os.open(self._folder / "owner", os.O_RDWR | os.O_CREAT, 0o600)
+            self._owner = own(self._folder / "owner")
         except OSError as error:
             raise TransferFailed(
                 f"the trainer cannot make {self._folder}: {error.strerror}; set the resharder's shared_memory to never"
             ) from error
-        if not Deadline(LOCK_WAIT_S).poll(lambda: _try_lock(owner, fcntl.LOCK_EX) or None):
-            os.close(owner)
+        if self._owner is None:
             raise TransferFailed(f"another sender of this plan is alive and holds {self._folder}; close it first")
-        os.write(owner, str(os.getpid()).encode())
-        self._owner = owner
 
-    def _writable(self, version: Version) -> _Segment:
-        """Return a locked segment that nobody reads; segments beyond the two in turn are given back."""
+    def _writable(self, version: Version) -> Segment:
+        """Return a segment that nobody reads; those beyond the two in turn are given back."""
         for segment in [s for s in self._segments if s.path.name == version_name(version)]:
             self._retire(segment)  # an earlier attempt at this version: receivers must not take it for the new one
-        free = [s for s in self._segments if s is not self._newest and s.try_lock()]
+        free = [s for s in self._segments if s is not self._newest and s.is_free()]
         for segment in free[1:]:
             self._drop(segment)
         if not free:
             self._num_made += 1
-            free = [_Segment(self._folder / f"draft-{self._num_made}", self._size)]
+            free = [Segment(self._folder / f"draft-{self._num_made}", self._boxes.size)]
             self._segments += free
-            free[0].try_lock()
+        # A reader that opened the old name in between finds that it is gone, and looks again.
         self._retire(free[0])
         return free[0]
 
-    def _retire(self, segment: _Segment) -> None:
+    def _retire(self, segment: Segment) -> None:
         self._num_made += 1
         segment.rename(self._folder / f"draft-{self._num_made}")
 
-    def _drop(self, segment: _Segment) -> None:
+    def _drop(self, segment: Segment) -> None:
         self._segments.remove(segment)
         segment.remove()
+
+
+class ShmHelper:
+    """Another rank's half. Invariant: writes its boxes only, and only into the segment that the first rank chose."""
+
+    def __init__(self, plan: Plan, rank: int) -> None:
+        self._rank = rank
+        self._items = items_of(plan, rank)
+        self._boxes = Boxes(wire_specs(plan), self._items)
+        self._folder = plan_folder(plan.uid)
+        self._seat = Seat(self._folder, rank, sending_ranks(plan.source)[0])
+        self._deadline = Deadline(0.0)
+        self._mapped: list[Mapped] = []
+
+    def send(self, version: Version, tensors: Iterable[tuple[str, torch.Tensor]], deadline_s: float) -> Receipt:
+        """Cast this rank's pieces into the segment; returns when the version is published. TransferFailed."""
+        deadline = self._deadline = Deadline(deadline_s)
+        if not self._items:
+            return Receipt(version=version, checksums={})
+        place = self._folder / self._seat.join(version, deadline)["segment"]
+        with ExitStack() as held:
+            with self._seat.writing(version), _in_time(version, deadline_s):
+                segment = self._map(place, version)
+                held.callback(segment.release)
+                self._boxes.write(segment.memory, tensors, deadline)
+            self._seat.wait(version, deadline)
+            return _receipt(version, self._boxes, segment.memory, deadline)
+
+    def interrupt(self) -> None:
+        """Wait no longer for the first rank."""
+        self._deadline.end()
+
+    def close(self) -> None:
+        """Let go of the segments. Idempotent."""
+        for segment in self._mapped:
+            segment.close()
+        self._mapped = []
+        self._seat.close()
+
+    def _map(self, place: Path, version: Version) -> Mapped:
+        """Return the segment, locked; mapped ones that the first rank has given back are let go."""
+        for segment in [segment for segment in self._mapped if segment.is_gone()]:
+            self._mapped.remove(segment)
+            segment.close()
+        for segment in self._mapped:
+            if segment.hold(place):
+                return segment
+        try:
+            self._mapped.append(Mapped(place, self._boxes.size))
+        except FileNotFoundError:
+            pass
+        else:
+            if self._mapped[-1].hold(place):
+                return self._mapped[-1]
+        raise TransferFailed(f"trainer rank {self._rank} came too late for version {version}: it was given up")
+
+
+@contextmanager
+def _in_time(version: Version, deadline_s: float) -> Iterator[None]:
+    try:
+        yield
+    except TimeoutError:
+        raise TransferFailed(f"the trainer's sender did not write version {version} in {deadline_s:g} s") from None
+
+
+def _receipt(version: Version, boxes: Boxes, memory: mmap.mmap, deadline: Deadline) -> Receipt:
+    return Receipt(
+        version=version,
+        checksums=boxes.checksums(memory),
+        num_bytes=boxes.num_bytes,
+        seconds=deadline.elapsed_s,
+    )
 
 
 class ShmReceiver:
@@ -258,15 +272,8 @@ class ShmReceiver:
             return None
         try:
             # Between opening and locking the sender may have taken the segment for a later version.
-            if _try_lock(handle, fcntl.LOCK_SH) and _same_file(handle, path):
+            if try_lock(handle, fcntl.LOCK_SH) and is_still(handle, path):
                 return mmap.mmap(handle, self._size, access=mmap.ACCESS_COPY)
             return None
         finally:
             os.close(handle)  # the mapping has a handle of its own, and with it the lock
-
-
-def _same_file(handle: int, path: Path) -> bool:
-    try:
-        return os.path.samestat(os.fstat(handle), path.stat())
-    except OSError:
-        return False

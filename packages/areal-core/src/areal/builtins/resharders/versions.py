@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import json
-import os
 import uuid
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TypeVar
 
+from areal.builtins.resharders.ranks import read_json, write_json
 from areal.builtins.resharders.wire import Deadline
 from areal.contracts.messages import Version
 from areal.errors import TransferFailed
@@ -41,10 +40,8 @@ def attempt(folder: Path, uid: str, version: Version) -> Iterator[None]:
 
 def _tell(marker: Path, uid: str, reason: str) -> None:
     """Leave a reason beside the versions; without a folder there is nobody who could read it."""
-    draft = marker.with_suffix(f".failed-{os.getpid()}")
     with suppress(OSError):
-        draft.write_text(json.dumps({"uid": uid, "token": uuid.uuid4().hex, "reason": reason}), encoding="utf-8")
-        draft.replace(marker)
+        write_json(marker, {"uid": uid, "token": uuid.uuid4().hex, "reason": reason})
 
 
 class Waiter:
@@ -72,10 +69,7 @@ class Waiter:
         )
 
     def _raise_failure(self, version: Version) -> None:
-        try:
-            told = json.loads(failure_path(self.folder, version).read_text(encoding="utf-8"))
-        except (OSError, ValueError):
-            return
-        if told["uid"] == self.uid and told["token"] not in self._seen:
+        told = read_json(failure_path(self.folder, version))
+        if told.get("uid") == self.uid and told["token"] not in self._seen:
             self._seen.add(told["token"])
             raise TransferFailed(f"the trainer's sender gave up version {version}: {told['reason']}")

@@ -1,4 +1,4 @@
-"""safetensors files written tensor by tensor, so that the sender holds one cast tensor at a time.
+"""safetensors files written item by item, so that the sender holds one cast tensor at a time.
 
 The format is documented at https://huggingface.co/docs/safetensors/index: eight bytes with the length of a JSON
 header (little endian), the header, then the tensors' bytes without gaps.
@@ -9,14 +9,15 @@ from __future__ import annotations
 import ctypes
 import json
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import BinaryIO
 
 import torch
 
-from areal.builtins.resharders.wire import checked, num_bytes, torch_dtype
-from areal.contracts.transfer import TensorSpec, checksum
+from areal.builtins.resharders.pieces import Item
+from areal.builtins.resharders.wire import checked, torch_dtype
+from areal.contracts.transfer import checksum
 from areal.errors import TransferFailed
 
 INDEX = "model.safetensors.index.json"
@@ -36,66 +37,60 @@ FORMAT_DTYPES = {
 }
 
 
-def split(specs: Sequence[TensorSpec], max_file_bytes: int) -> dict[str, list[TensorSpec]]:
-    """Return file name -> its tensors: full files in order, a tensor above the limit has a file of its own."""
-    groups: list[list[TensorSpec]] = [[]]
+def split(items: Sequence[Item], max_file_bytes: int, stem: str = "model") -> dict[str, list[Item]]:
+    """Return file name -> its items: full files in order, an item above the limit has a file of its own."""
+    groups: list[list[Item]] = [[]]
     filled = 0
-    for spec in specs:
-        if groups[-1] and filled + num_bytes(spec) > max_file_bytes:
+    for item in items:
+        if groups[-1] and filled + item.num_bytes > max_file_bytes:
             groups.append([])
             filled = 0
-        groups[-1].append(spec)
-        filled += num_bytes(spec)
+        groups[-1].append(item)
+        filled += item.num_bytes
     if len(groups) == 1:
-        return {"model.safetensors": groups[0]}
-    return {f"model-{i:05d}-of-{len(groups):05d}.safetensors": group for i, group in enumerate(groups, 1)}
+        return {f"{stem}.safetensors": groups[0]}
+    return {f"{stem}-{i:05d}-of-{len(groups):05d}.safetensors": group for i, group in enumerate(groups, 1)}
 
 
 def write_weights(
-    folder: Path,
-    specs: Sequence[TensorSpec],
-    tensors: Iterable[tuple[str, torch.Tensor]],
-    max_file_bytes: int,
-    metadata: dict[str, str],
+    folder: Path, files: Mapping[str, Sequence[Item]], tensors: Iterable[tuple[str, torch.Tensor]], plan_uid: str
 ) -> dict[str, int]:
-    """Write and fsync all files into an existing folder; return the CRC-32 of each tensor's bytes."""
-    files = split(specs, max_file_bytes)
-    stream = checked(specs, tensors)
+    """Write and fsync all files into an existing folder; return the CRC-32 of each item's bytes."""
+    stream = checked([item.spec for group in files.values() for item in group], tensors)
     checksums: dict[str, int] = {}
     for name, group in files.items():
         with (folder / name).open("wb") as file:
-            offsets = _write_header(file, group, metadata)
-            for _ in group:
+            offsets = _write_header(file, group, {"format": "pt", "plan": plan_uid})
+            for item in group:
                 spec, tensor = next(stream)
                 cast = tensor.to(device="cpu", dtype=torch_dtype(spec.dtype)).contiguous()
-                checksums[spec.name] = checksum(cast)
-                file.seek(offsets[spec.name])
-                if size := num_bytes(spec):
+                checksums[item.name] = checksum(cast)
+                file.seek(offsets[item.name])
+                if size := item.num_bytes:
                     file.write((ctypes.c_char * size).from_address(cast.data_ptr()))
             _sync(file)
     next(stream, None)  # lets `checked` refuse a tensor too many
-    if len(files) > 1:
-        _write_index(folder, files)
     sync_folder(folder)
     return checksums
 
 
-def _write_header(file: BinaryIO, group: Sequence[TensorSpec], metadata: dict[str, str]) -> dict[str, int]:
-    """Write the header and return each tensor's place in the file; wide dtypes first keep all of them aligned."""
+def _write_header(file: BinaryIO, group: Sequence[Item], metadata: dict[str, str]) -> dict[str, int]:
+    """Write the header and return each item's place in the file; wide dtypes first keep all of them aligned."""
     header: dict[str, object] = {"__metadata__": metadata}
     places: dict[str, int] = {}
     end = 0
-    for spec in sorted(group, key=lambda spec: -torch_dtype(spec.dtype).itemsize):
+    for item in sorted(group, key=lambda item: -torch_dtype(item.spec.dtype).itemsize):
+        spec = item.spec
         if spec.dtype not in FORMAT_DTYPES:
             raise TransferFailed(
-                f"{spec.name!r} has dtype {spec.dtype}, which safetensors files cannot hold;"
+                f"{item.name!r} has dtype {spec.dtype}, which safetensors files cannot hold;"
                 f" they hold {', '.join(FORMAT_DTYPES)}"
             )
-        places[spec.name], end = end, end + num_bytes(spec)
-        header[spec.name] = {
+        places[item.name], end = end, end + item.num_bytes
+        header[item.name] = {
             "dtype": FORMAT_DTYPES[spec.dtype],
             "shape": list(spec.shape),
-            "data_offsets": [places[spec.name], end],
+            "data_offsets": [places[item.name], end],
         }
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
@@ -103,10 +98,11 @@ def _write_header(file: BinaryIO, group: Sequence[TensorSpec], metadata: dict[st
     return {name: 8 + len(text) + place for name, place in places.items()}
 
 
-def _write_index(folder: Path, files: dict[str, list[TensorSpec]]) -> None:
+def write_index(folder: Path, files: Mapping[str, Sequence[Item]]) -> None:
+    """Write which file holds which tensor, as transformers reads it."""
     index = {
-        "metadata": {"total_size": sum(num_bytes(spec) for group in files.values() for spec in group)},
-        "weight_map": {spec.name: name for name, group in files.items() for spec in group},
+        "metadata": {"total_size": sum(item.num_bytes for group in files.values() for item in group)},
+        "weight_map": {item.name: name for name, group in files.items() for item in group},
     }
     with (folder / INDEX).open("wb") as file:
         file.write(json.dumps(index, indent=1).encode())

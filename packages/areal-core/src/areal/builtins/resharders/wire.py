@@ -14,8 +14,9 @@ from areal.contracts.transfer import Layout, Plan, TensorSpec
 from areal.errors import TransferFailed
 
 T = TypeVar("T")
-# Polls start fine enough for shared memory (one update is some 50 ms) and grow to spare the CPU.
+# Polls start fine enough for shared memory (one update is some 50 ms) and grow with the wait to spare the CPU.
 FIRST_POLL_S, LAST_POLL_S = 0.001, 0.01
+POLL_SHARE = 0.05
 
 
 class Deadline:
@@ -39,10 +40,10 @@ class Deadline:
 
     def poll(self, look: Callable[[], T | None]) -> T | None:
         """Call `look` until it returns something; None when the time is over."""
-        pause_s = FIRST_POLL_S
+        began = time.monotonic()
         while (found := look()) is None and self.left_s > 0:
+            pause_s = min(max(POLL_SHARE * (time.monotonic() - began), FIRST_POLL_S), LAST_POLL_S)
             time.sleep(min(pause_s, self.left_s))
-            pause_s = min(pause_s * 1.2, LAST_POLL_S)
         return found
 
 

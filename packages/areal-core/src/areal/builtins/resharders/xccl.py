@@ -8,9 +8,12 @@ from typing import Literal
 
 from pydantic import Field
 
-from areal.builtins.resharders.collective import CollectiveReceiver, CollectiveSender
+from areal.builtins.resharders.collective import CollectiveHelper, CollectiveSender, collective_sender
+from areal.builtins.resharders.collective_receiver import CollectiveReceiver
 from areal.builtins.resharders.control import free_port
-from areal.builtins.resharders.shm import ShmReceiver, ShmSender, room_for
+from areal.builtins.resharders.delta import Mode
+from areal.builtins.resharders.pieces import check_pieces
+from areal.builtins.resharders.shm import ShmHelper, ShmReceiver, ShmSender, room_for, shm_sender
 from areal.builtins.resharders.wire import check_members, num_bytes, wire_specs
 from areal.contracts.options import Options
 from areal.contracts.transfer import Layout, Plan
@@ -28,13 +31,19 @@ class XcclOptions(Options):
     copies of the weights in ``/dev/shm``."""
     bucket_bytes: int = Field(default=16 * 2**20, ge=1)
     """Bytes of one broadcast."""
+    delta: Mode = "auto"
+    """Whether the collective sends only the 16-bit words that changed since the last version: ``auto`` where that takes
+    less time by the senders' own clocks (asked for gloo only), ``never``, or ``always``. Unless ``never``, each side
+    keeps what it sent or received last in host memory. Shared memory is faster than any delta and never uses one."""
+    anchor_every: int = Field(default=32, ge=1)
+    """Versions of which one is sent whole, whatever `delta` says."""
 
 
 class XcclResharder:
-    """Weights go from the trainer's rank 0 to one receiver per engine. Invariant: the plan alone names the road.
+    """Weights go from the trainer's ranks to one receiver per engine. Invariant: the plan alone names the road.
 
     The collective is the members' common one, else gloo. Only gloo and shared memory were tested; nccl needs the
-    trainer's rank 0 and the engines on different devices, and hccl the library that registers it with torch.
+    trainer's ranks and the engines on different devices, and hccl the library that registers it with torch.
     The port of a plan is chosen when the plan is made: when somebody takes it before the first `send`, that raises
     TransferFailed and a new plan chooses another.
     """
@@ -45,6 +54,7 @@ class XcclResharder:
     def plan(self, source: Layout, targets: Sequence[Layout]) -> Plan:
         """Choose shared memory or the collective; TransferFailed when the members cannot reach each other."""
         check_members(source, targets)
+        check_pieces(source)
         collectives = {member.collective for member in (source, *targets)}
         collective = collectives.pop() if len(collectives) == 1 else "gloo"
         plan = Plan(uid=uuid.uuid4().hex, source=source, targets=tuple(targets))
@@ -54,8 +64,8 @@ class XcclResharder:
             details = self._collective_details(plan, collective)
         return Plan(uid=plan.uid, source=source, targets=plan.targets, details=details)
 
-    def sender(self, plan: Plan, rank: int = 0) -> ShmSender | CollectiveSender:
-        return ShmSender(plan) if plan.details["road"] == "shared_memory" else CollectiveSender(plan)
+    def sender(self, plan: Plan, rank: int = 0) -> ShmSender | ShmHelper | CollectiveSender | CollectiveHelper:
+        return (shm_sender if plan.details["road"] == "shared_memory" else collective_sender)(plan, rank)
 
     def receiver(self, plan: Plan, member: int) -> ShmReceiver | CollectiveReceiver:
         if plan.details["road"] == "shared_memory":
@@ -82,4 +92,10 @@ class XcclResharder:
             "collective": collective,
             "port": free_port(address),
             "bucket_bytes": self._options.bucket_bytes,
+            "delta": self._delta(collective),
+            "anchor_every": self._options.anchor_every,
         }
+
+    def _delta(self, collective: str) -> Mode:
+        """The host would have to compare what a device's collective moves without it."""
+        return "never" if self._options.delta == "auto" and collective != "gloo" else self._options.delta

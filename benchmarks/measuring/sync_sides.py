@@ -1,0 +1,182 @@
+"""Trainer rank and engine of weight_sync.py, each in a process of its own that is told what to do.
+
+All times are read from the machine's monotonic clock, so those of two processes can be compared.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from safetensors.torch import load_file, save_file
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard
+
+from areal.contracts.transfer import Plan, checksum, piece_name, pieces_of
+from measuring.sync_models import SIZES, rows_of
+
+DEADLINE_S = 600.0
+POLL_S = 0.001
+SPREAD = 0.02
+"""Deviation of the weights: what transformers initialises them with."""
+
+
+class Rank:
+    """A trainer rank with float32 master shards. Invariant: between two `change` the weights are one version."""
+
+    def __init__(self, rank: int, num_ranks: int, size: str, rendezvous: str) -> None:
+        torch.set_num_threads(1)
+        self._rank, self._num_ranks = rank, num_ranks
+        self._specs = SIZES[size].specs()
+        dist.init_process_group("gloo", init_method=f"tcp://{rendezvous}", rank=rank, world_size=num_ranks)
+        self._mesh = init_device_mesh("cpu", (num_ranks,))
+        generator = torch.Generator().manual_seed(rank)
+        self._masters: dict[str, torch.Tensor] = {}
+        for spec in self._specs:
+            rows = rows_of(spec, rank, num_ranks)[1]
+            self._masters[spec.name] = torch.randn(rows, *spec.shape[1:], generator=generator).mul_(SPREAD)
+        self._sender: Any = None
+
+    def change(self, share: float, seed: int) -> None:
+        """Make other weights: of each shard that share of the numbers, at random places, by 2 %; nobody measures it.
+
+        A bfloat16 has steps of at most 0.8 %, so each of those words changes.
+        """
+        generator = torch.Generator().manual_seed(self._num_ranks * seed + self._rank)
+        for master in self._masters.values():
+            flat = master.view(-1)
+            count = round(share * flat.numel())
+            places = torch.randint(flat.numel(), (count,), generator=generator).unique()
+            flat[places] = flat[places] * 1.02
+
+    def open(self, resharder: Any, plan: Plan) -> None:
+        self._sender = resharder.sender(plan, self._rank)
+
+    def send(self, version: int) -> tuple[float, dict[str, int], int]:
+        """Return when this rank was free again, and its receipt's checksums and bytes."""
+        receipt = self._sender.send(version, self._masters.items(), DEADLINE_S)
+        return time.perf_counter(), dict(receipt.checksums), receipt.num_bytes
+
+    def close(self) -> None:
+        self._sender.close()
+        self._sender = None
+
+    def save_gathered(self, path: str) -> float:
+        """Without AReaL: gather each parameter whole as FSDP2 does, save a file on rank 0; return when it was there."""
+        tensors: dict[str, torch.Tensor] = {}
+        for spec in self._specs:
+            local = self._masters[spec.name]
+            stride = torch.empty(spec.shape, device="meta").stride()
+            sharded = DTensor.from_local(local, self._mesh, [Shard(0)], shape=torch.Size(spec.shape), stride=stride)
+            whole = sharded.full_tensor()
+            if self._rank == 0:
+                tensors[spec.name] = whole.bfloat16()
+        if self._rank == 0:
+            _save(tensors, Path(path))
+        return time.perf_counter()
+
+    def save_own(self, path: str) -> float:
+        """Without AReaL: each rank saves a file of its own shards; return when it was there."""
+        tensors = {name: master.bfloat16() for name, master in self._masters.items()}
+        _save(tensors, Path(f"{path}-{self._rank}"))
+        return time.perf_counter()
+
+    def checksums(self, plan: Plan) -> dict[str, int]:
+        """Return the CRC-32 of this rank's pieces in bfloat16."""
+        return {
+            piece_name(self._specs[piece.tensor], piece): checksum(master.bfloat16())
+            for piece, master in zip(pieces_of(plan.source, self._rank), self._masters.values(), strict=True)
+        }
+
+
+class Engine:
+    """The receiving end: bfloat16 parameters in warm memory. Invariant: an update ends when all of them are new."""
+
+    def __init__(self, size: str) -> None:
+        torch.set_num_threads(1)
+        self._specs = {spec.name: spec for spec in SIZES[size].specs()}
+        self._parameters = {name: torch.ones(spec.shape, dtype=torch.bfloat16) for name, spec in self._specs.items()}
+        self._receiver: Any = None
+
+    def open(self, resharder: Any, plan: Plan) -> None:
+        self._receiver = resharder.receiver(plan, 0)
+
+    def receive(self, version: int) -> float:
+        """Copy what arrives into the parameters; return when the last one was new."""
+        for name, tensor in self._receiver.receive(version, DEADLINE_S):
+            self._parameters[name].copy_(tensor)
+        return time.perf_counter()
+
+    def close(self) -> None:
+        self._receiver.close()
+        self._receiver = None
+
+    def load_gathered(self, path: str) -> float:
+        """Wait for the file of `Rank.save_gathered`, load it and copy it into the parameters."""
+        for name, tensor in load_file(_awaited(Path(path))).items():
+            self._parameters[name].copy_(tensor)
+        return time.perf_counter()
+
+    def load_own(self, path: str, num_ranks: int) -> float:
+        """Wait for the files of `Rank.save_own`, load each and copy its rows into the parameters."""
+        for rank in range(num_ranks):
+            for name, tensor in load_file(_awaited(Path(f"{path}-{rank}"))).items():
+                first, count = rows_of(self._specs[name], rank, num_ranks)
+                self._parameters[name][first : first + count].copy_(tensor)
+        return time.perf_counter()
+
+    def checksums(self, plan: Plan) -> tuple[dict[str, int], float]:
+        """Return the CRC-32 of each piece as the parameters have it, and the seconds that took."""
+        began = time.perf_counter()
+        found: dict[str, int] = {}
+        for rank in range(plan.source.num_ranks):
+            for piece in pieces_of(plan.source, rank):
+                spec = plan.source.tensors[piece.tensor]
+                found[piece_name(spec, piece)] = checksum(self._parameters[spec.name][piece.box])
+        return found, time.perf_counter() - began
+
+    def memcpy(self, repeats: int) -> list[float]:
+        """Return the seconds of copying all parameters from warm memory to warm memory, by one thread, each time.
+
+        Tensor by tensor from one block as large as the largest, so that no second model is needed.
+        """
+        largest = max(parameter.numel() for parameter in self._parameters.values())
+        source = torch.ones(largest, dtype=torch.bfloat16)
+        seconds: list[float] = []
+        for _ in range(repeats):
+            began = time.perf_counter()
+            for parameter in self._parameters.values():
+                parameter.view(-1).copy_(source[: parameter.numel()])
+            seconds.append(time.perf_counter() - began)
+        return seconds
+
+
+def _save(tensors: Mapping[str, torch.Tensor], path: Path) -> None:
+    draft = path.with_suffix(".draft")
+    save_file(dict(tensors), draft)
+    for place in (draft, path.parent):
+        handle = os.open(place, os.O_RDONLY)
+        try:
+            os.fsync(handle)
+        finally:
+            os.close(handle)
+    draft.rename(path)
+
+
+def _awaited(path: Path) -> Path:
+    for _ in _polls():
+        if path.exists():
+            return path
+    raise TimeoutError(f"{path} did not appear within {DEADLINE_S:g} s")
+
+
+def _polls() -> Iterator[None]:
+    end = time.perf_counter() + DEADLINE_S
+    while time.perf_counter() < end:
+        yield
+        time.sleep(POLL_S)
