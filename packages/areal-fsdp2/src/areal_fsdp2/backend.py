@@ -20,6 +20,7 @@ from areal_fsdp2.model import PackedModel, make_model
 from areal_fsdp2.optimizer import Optimizer
 from areal_fsdp2.options import Fsdp2Options
 from areal_fsdp2.passes import Passes
+from areal_fsdp2.probing import check_packing
 from areal_fsdp2.publishing import Publishing
 from areal_fsdp2.reference import FrozenReference
 from areal_fsdp2.shards import Shards, parts_of
@@ -58,6 +59,7 @@ class Fsdp2Backend:
         model = make_model(context, self._options, self._mesh, folder)
         parts = parts_of(model.module)
         loading.read(parts, folder, model.optional)
+        check_packing(model, context, self._mesh.device)
         self._shards = Shards(parts, context.model.dtype)
         self._publishing = Publishing(self._shards, context.rank)
         self._passes = Passes(model, self._mesh, context.training.micro_batch_tokens)
