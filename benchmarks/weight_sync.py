@@ -4,8 +4,9 @@
 
 The trainer's ranks hold float32 masters sharded by rows as FSDP2 shards them, the engine bfloat16 parameters in memory
 that it has used before; each is a process with one thread. An update lasts from the call of all until the last
-parameter of the engine is new (`arrived_s`); `free_s` until both ranks are free again, with their checksums made. The
-engine's own checksums are compared after each turn, outside the clock; `engine_checksum_s` says what they cost.
+parameter of the engine is new (`arrived_s`); `free_s` until both ranks are free again, with their checksums made;
+`cpu_s` is the processor time of all three, which a busy machine changes less than the clock's. The engine's own
+checksums are compared after each turn, outside the clock; `engine_checksum_s` says what they cost.
 
 Two baselines have no code of AReaL's and no checksums: gathering each parameter whole (DTensor.full_tensor) and saving
 on rank 0, and each rank saving its own shards, both with safetensors and fsync, loaded and copied by the engine.
@@ -57,6 +58,8 @@ class Road:
     cold_s: list[float] = field(default_factory=list)
     arrived_s: list[float] = field(default_factory=list)
     free_s: list[float] = field(default_factory=list)
+    cpu_s: list[float] = field(default_factory=list)
+    """Processor seconds of all three processes, the ranks' checksums included."""
     num_bytes: list[int] = field(default_factory=list)
 
 
@@ -82,7 +85,7 @@ class Bench:
     def __init__(self, size: str, folder: str) -> None:
         self.source = source_of(SIZES[size].specs(), NUM_RANKS)
         self.target = Layout(host="here", dtype="bfloat16")
-        self.memcpy_s: list[float] = []
+        self.memcpy_s: list[tuple[float, float]] = []
         self.engine_checksum_s: list[float] = []
         self._folder = folder
         self._version = 0
@@ -126,15 +129,16 @@ class Bench:
         else:
             arriving = self._pool.submit(self.engine.call, "receive", self._version, deadline_s=DEADLINE_S)
             receipts = self.ranks.call("send", self._version, deadline_s=DEADLINE_S)
-            free = [ended for ended, _, _ in receipts]
-        arrived_s = arriving.result()[0] - began
+            free = [spent for spent, _, _ in receipts]
+        [(arrived, engine_cpu_s)] = arriving.result()
         for left in Path(self._folder).glob(f"v{self._version}*"):
             left.unlink() if left.is_file() else None
         if not counts:
-            road.cold_s.append(arrived_s)
+            road.cold_s.append(arrived - began)
         else:
-            road.arrived_s.append(arrived_s)
-            road.free_s.append(max(free) - began)
+            road.arrived_s.append(arrived - began)
+            road.free_s.append(max(ended for ended, _ in free) - began)
+            road.cpu_s.append(engine_cpu_s + sum(cpu_s for _, cpu_s in free))
         if road.make is None:
             return {}
         if counts:
@@ -165,13 +169,14 @@ def measure(size: str, args: argparse.Namespace) -> dict[str, Any]:
             bench.close()
     specs = bench.source.tensors
     num_parameters = sum(_product(spec.shape) for spec in specs)
-    memcpy_s = statistics.median(bench.memcpy_s)
+    memcpy_s, memcpy_cpu_s = map(statistics.median, zip(*bench.memcpy_s, strict=True))
     medians = {road.name: statistics.median(road.arrived_s) for road in roads}
     return {
         "parameters": num_parameters,
         "bytes": 2 * num_parameters,
         "load_average": [load_before, os.getloadavg()[0]],
         "memcpy_s": memcpy_s,
+        "memcpy_cpu_s": memcpy_cpu_s,
         "memcpy_gb_per_s": 2 * num_parameters / memcpy_s / 1e9,
         "engine_checksum_s": statistics.median(bench.engine_checksum_s),
         "roads": {road.name: figures(road, medians, memcpy_s, 2 * num_parameters) for road in roads},
@@ -184,6 +189,7 @@ def figures(road: Road, medians: dict[str, float], memcpy_s: float, num_bytes: i
         "min_s": min(road.arrived_s),
         "arrived_s": medians[road.name],
         "free_s": statistics.median(road.free_s),
+        "cpu_s": statistics.median(road.cpu_s),
         "share_of_memcpy": memcpy_s / medians[road.name],
     }
     for label, baseline in (("over_gathered", GATHERED), ("over_own_shards", OWN)):
@@ -202,8 +208,9 @@ def _product(shape: tuple[int, ...]) -> int:
 
 
 def print_table(size: str, found: dict[str, Any]) -> None:
-    print(f"\n{size}: {found['parameters']:,} parameters, memcpy {found['memcpy_gb_per_s']:.1f} GB/s")
-    names = ("cold_s", "min_s", "arrived_s", "free_s", "share_of_memcpy", "over_gathered", "over_own_shards")
+    speed, cpu_s = found["memcpy_gb_per_s"], found["memcpy_cpu_s"]
+    print(f"\n{size}: {found['parameters']:,} parameters, memcpy {speed:.1f} GB/s ({cpu_s:.3f} processor seconds)")
+    names = ("cold_s", "min_s", "arrived_s", "free_s", "cpu_s", "share_of_memcpy", "over_gathered", "over_own_shards")
     print(f"{'':34}" + "".join(f"{name:>17}" for name in (*names, "bytes: 1 /")))
     for road, row in found["roads"].items():
         cells = [f"{row[name]:17.3f}" if name in row else f"{'-':>17}" for name in names]

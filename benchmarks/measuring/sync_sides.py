@@ -22,8 +22,13 @@ from measuring.sync_models import SIZES, rows_of
 
 DEADLINE_S = 600.0
 POLL_S = 0.001
+BLOCK_BYTES = 2**29
 SPREAD = 0.02
 """Deviation of the weights: what transformers initialises them with."""
+
+
+Spent = tuple[float, float]
+"""When it was done (seconds on the machine's monotonic clock), and this process's processor seconds."""
 
 
 class Rank:
@@ -57,17 +62,19 @@ class Rank:
     def open(self, resharder: Any, plan: Plan) -> None:
         self._sender = resharder.sender(plan, self._rank)
 
-    def send(self, version: int) -> tuple[float, dict[str, int], int]:
+    def send(self, version: int) -> tuple[Spent, dict[str, int], int]:
         """Return when this rank was free again, and its receipt's checksums and bytes."""
+        began = time.process_time()
         receipt = self._sender.send(version, self._masters.items(), DEADLINE_S)
-        return time.perf_counter(), dict(receipt.checksums), receipt.num_bytes
+        return _spent(began), dict(receipt.checksums), receipt.num_bytes
 
     def close(self) -> None:
         self._sender.close()
         self._sender = None
 
-    def save_gathered(self, path: str) -> float:
+    def save_gathered(self, path: str) -> Spent:
         """Without AReaL: gather each parameter whole as FSDP2 does, save a file on rank 0; return when it was there."""
+        began = time.process_time()
         tensors: dict[str, torch.Tensor] = {}
         for spec in self._specs:
             local = self._masters[spec.name]
@@ -78,13 +85,14 @@ class Rank:
                 tensors[spec.name] = whole.bfloat16()
         if self._rank == 0:
             _save(tensors, Path(path))
-        return time.perf_counter()
+        return _spent(began)
 
-    def save_own(self, path: str) -> float:
+    def save_own(self, path: str) -> Spent:
         """Without AReaL: each rank saves a file of its own shards; return when it was there."""
+        began = time.process_time()
         tensors = {name: master.bfloat16() for name, master in self._masters.items()}
         _save(tensors, Path(f"{path}-{self._rank}"))
-        return time.perf_counter()
+        return _spent(began)
 
     def checksums(self, plan: Plan) -> dict[str, int]:
         """Return the CRC-32 of this rank's pieces in bfloat16."""
@@ -106,29 +114,32 @@ class Engine:
     def open(self, resharder: Any, plan: Plan) -> None:
         self._receiver = resharder.receiver(plan, 0)
 
-    def receive(self, version: int) -> float:
+    def receive(self, version: int) -> Spent:
         """Copy what arrives into the parameters; return when the last one was new."""
+        began = time.process_time()
         for name, tensor in self._receiver.receive(version, DEADLINE_S):
             self._parameters[name].copy_(tensor)
-        return time.perf_counter()
+        return _spent(began)
 
     def close(self) -> None:
         self._receiver.close()
         self._receiver = None
 
-    def load_gathered(self, path: str) -> float:
+    def load_gathered(self, path: str) -> Spent:
         """Wait for the file of `Rank.save_gathered`, load it and copy it into the parameters."""
+        began = time.process_time()
         for name, tensor in load_file(_awaited(Path(path))).items():
             self._parameters[name].copy_(tensor)
-        return time.perf_counter()
+        return _spent(began)
 
-    def load_own(self, path: str, num_ranks: int) -> float:
+    def load_own(self, path: str, num_ranks: int) -> Spent:
         """Wait for the files of `Rank.save_own`, load each and copy its rows into the parameters."""
+        began = time.process_time()
         for rank in range(num_ranks):
             for name, tensor in load_file(_awaited(Path(f"{path}-{rank}"))).items():
                 first, count = rows_of(self._specs[name], rank, num_ranks)
                 self._parameters[name][first : first + count].copy_(tensor)
-        return time.perf_counter()
+        return _spent(began)
 
     def checksums(self, plan: Plan) -> tuple[dict[str, int], float]:
         """Return the CRC-32 of each piece as the parameters have it, and the seconds that took."""
@@ -140,32 +151,41 @@ class Engine:
                 found[piece_name(spec, piece)] = checksum(self._parameters[spec.name][piece.box])
         return found, time.perf_counter() - began
 
-    def memcpy(self, repeats: int) -> list[float]:
-        """Return the seconds of copying all parameters from warm memory to warm memory, by one thread, each time.
+    def memcpy(self, repeats: int) -> list[tuple[float, float]]:
+        """Return seconds and processor seconds of copying as many bytes as the parameters have, by one thread.
 
-        Tensor by tensor from one block as large as the largest, so that no second model is needed.
+        From warm memory to warm memory, in blocks too large for a cache, so that no second model is needed.
         """
-        largest = max(parameter.numel() for parameter in self._parameters.values())
-        source = torch.ones(largest, dtype=torch.bfloat16)
-        seconds: list[float] = []
+        num_bytes = sum(2 * parameter.numel() for parameter in self._parameters.values())
+        source, target = (torch.ones(min(num_bytes, BLOCK_BYTES), dtype=torch.uint8) for _ in range(2))
+        found: list[tuple[float, float]] = []
         for _ in range(repeats):
-            began = time.perf_counter()
-            for parameter in self._parameters.values():
-                parameter.view(-1).copy_(source[: parameter.numel()])
-            seconds.append(time.perf_counter() - began)
-        return seconds
+            began, began_cpu = time.perf_counter(), time.process_time()
+            for at in range(0, num_bytes, BLOCK_BYTES):
+                size = min(BLOCK_BYTES, num_bytes - at)
+                target[:size].copy_(source[:size])
+            found.append((time.perf_counter() - began, time.process_time() - began_cpu))
+        return found
+
+
+def _spent(began: float) -> Spent:
+    return time.perf_counter(), time.process_time() - began
 
 
 def _save(tensors: Mapping[str, torch.Tensor], path: Path) -> None:
     draft = path.with_suffix(".draft")
     save_file(dict(tensors), draft)
-    for place in (draft, path.parent):
-        handle = os.open(place, os.O_RDONLY)
-        try:
-            os.fsync(handle)
-        finally:
-            os.close(handle)
+    _sync(draft)
     draft.rename(path)
+    _sync(path.parent)
+
+
+def _sync(path: Path) -> None:
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
 
 
 def _awaited(path: Path) -> Path:

@@ -13,7 +13,7 @@ import torch
 from transformers import AutoModelForCausalLM, Qwen3Config
 
 from areal.builtins.resharders.disk import DiskOptions, DiskReceiver, DiskResharder, DiskSender
-from areal.contracts.transfer import Layout, Plan, TensorSpec
+from areal.contracts.transfer import Layout, Piece, Plan, TensorSpec
 from areal.errors import TransferFailed
 
 Weights = list[tuple[str, torch.Tensor]]
@@ -197,3 +197,28 @@ def test_the_folder_option_wins_over_the_runs_folder(tmp_path: Path) -> None:
     layout = Layout(host="h", tensors=specs(weights(0)))
     plan = DiskResharder(DiskOptions(folder=str(tmp_path / "shared")), str(tmp_path)).plan(layout, [layout])
     assert plan.details["folder"] == str(tmp_path / "shared")
+
+
+@pytest.mark.parametrize("max_file_bytes", [10**9, 45])
+def test_each_rank_writes_files_of_its_own(tmp_path: Path, max_file_bytes: int) -> None:
+    tensors = tuple(TensorSpec(name=f"t{i}", shape=(10, 2), dtype="float32") for i in range(3))
+    cut = tuple(tuple(Piece(tensor=index, start=(0, column), shape=(10, 1)) for index in range(3)) for column in (0, 1))
+    source = Layout(host="h", num_ranks=2, tensors=tensors, pieces=cut)
+    resharder = DiskResharder(DiskOptions(max_file_bytes=max_file_bytes), str(tmp_path))
+    plan = resharder.plan(source, [Layout(host="h", dtype="bfloat16")])
+    senders = [resharder.sender(plan, rank) for rank in (0, 1)]
+    folder = tmp_path / "weights"
+    with ThreadPoolExecutor() as pool:
+        for version in (1, 2, 3):
+            (folder / f"v0000000{version}.tmp-99999").mkdir(parents=True)  # what a killed sender leaves
+            sent = [[(f"t{i}", torch.full((10, 1), float(version + rank))) for i in range(3)] for rank in (0, 1)]
+            for future in [pool.submit(senders[rank].send, version, sent[rank], 30) for rank in (0, 1)]:
+                future.result()
+            for _, tensor in resharder.receiver(plan, 0).receive(version, 5):
+                assert tensor.tolist() == [[version, version + 1]] * 10
+    for sender in senders * 2:
+        sender.close()
+    assert versions(tmp_path) == ["v00000002", "v00000003"]
+    files = sorted(path.name for path in (folder / "v00000003").iterdir())
+    number = 1 if max_file_bytes > 60 else 2
+    assert len(files) == 2 * number and all(name.startswith(("rank-00000", "rank-00001")) for name in files)

@@ -73,6 +73,62 @@ def test_writing_to_what_was_received_changes_nobody(plan: Plan, sender: ShmSend
     assert bool((dict(ShmReceiver(plan, 0).receive(1, 5))["a"] == 1).all())
 
 
+def mappings(plan: Plan) -> set[str]:
+    """Return where this process has mapped the plan's segments privately, as receivers do."""
+    lines = Path("/proc/self/maps").read_text(encoding="utf-8").splitlines()
+    return {line.split()[0] for line in lines if plan.uid in line and line.split()[1] == "rw-p"}
+
+
+def test_a_segment_stays_mapped_for_the_next_version_in_it(plan: Plan, sender: ShmSender) -> None:
+    receiver, seen = ShmReceiver(plan, 0), list[set[str]]()
+    for version in range(1, 7):
+        sender.send(version, weights(version), 5)
+        assert all(bool((tensor == version).all()) for _, tensor in receiver.receive(version, 5))
+        seen.append(mappings(plan))
+    assert len(seen[1]) == 2 and all(each == seen[1] for each in seen[1:])
+    receiver.close()
+    receiver.close()
+    assert not mappings(plan)
+
+
+def test_what_a_consumer_wrote_is_gone_with_the_next_version(plan: Plan, sender: ShmSender) -> None:
+    receiver = ShmReceiver(plan, 0)
+    for version in range(1, 6):
+        sender.send(version, weights(version), 5)
+        for _ in range(2):  # a second time too, though the tensors of the first are alive
+            arrived = dict(receiver.receive(version, 5))
+            assert all(bool((tensor == version).all()) for tensor in arrived.values()), version
+            arrived["b"][100:200] = -1.0
+            again = dict(receiver.receive(version, 5))
+            assert bool((again["b"] == version).all())
+        del arrived, again
+    receiver.close()
+
+
+def test_segments_that_were_given_back_do_not_stay_mapped(plan: Plan, sender: ShmSender) -> None:
+    receiver, held = ShmReceiver(plan, 0), []
+    for version in range(1, 5):
+        sender.send(version, weights(version), 5)
+        held.append(dict(receiver.receive(version, 5)))
+    held.clear()
+    for version in (5, 6, 7):
+        sender.send(version, weights(version), 5)
+        assert dict(receiver.receive(version, 5))["a"][0, 0] == version
+    assert len(segments(plan)) == len(mappings(plan)) == 2
+    receiver.close()
+
+
+def test_where_room_is_short_nothing_stays_mapped(
+    plan: Plan, sender: ShmSender, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(shm, "room_for", lambda size: False)
+    receiver = ShmReceiver(plan, 0)
+    for version in (1, 2, 3):
+        sender.send(version, weights(version), 5)
+        assert dict(receiver.receive(version, 5))["a"][0, 0] == version
+        assert not mappings(plan)
+
+
 def test_two_segments_are_used_in_turn(plan: Plan, sender: ShmSender) -> None:
     receiver = ShmReceiver(plan, 0)
     for version in range(1, 7):

@@ -6,6 +6,7 @@ import asyncio
 import threading
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any, ClassVar
 
 import pytest
@@ -16,7 +17,7 @@ from areal.builtins.transformers_engine.model import commit
 from areal.contracts import staging as module
 from areal.contracts.component import Component
 from areal.contracts.staging import Staging
-from areal.contracts.transfer import Layout, Plan, Transfer, checksum
+from areal.contracts.transfer import Layout, Piece, Plan, TensorSpec, Transfer, checksum
 from areal.errors import TransferFailed
 
 
@@ -91,6 +92,28 @@ async def test_what_is_staged_is_a_checked_copy() -> None:
     assert torch.equal(held["tied_a"], torch.ones(2, 3))
     with pytest.raises(TransferFailed, match="nothing is staged"):
         staging.take(1)
+
+
+async def test_checksums_are_those_of_the_pieces_that_were_sent() -> None:
+    specs = (
+        TensorSpec(name="a", shape=(2, 3), dtype="float32"),
+        TensorSpec(name="b", shape=(4,), dtype="float32"),
+    )
+    cut = (
+        (Piece(tensor=0, start=(0, 0), shape=(2, 1)),),
+        (Piece(tensor=0, start=(0, 1), shape=(2, 2)), Piece(tensor=1, start=(0,), shape=(4,))),
+    )
+    sent = {"a": torch.arange(6.0).reshape(2, 3), "b": torch.arange(4.0)}
+    Scripted.script = staticmethod(lambda receiver, version, deadline_s: iter(sent.items()))
+    source = Layout(host="here", tensors=specs, num_ranks=2, pieces=cut)
+    whole = transfer()
+    receipt = await Staging("engine-0", parameters()).stage(replace(whole, plan=replace(whole.plan, source=source)))
+    assert receipt.checksums == {
+        "a[0:2,0:1]": checksum(sent["a"][:, :1]),
+        "a[0:2,1:3]": checksum(sent["a"][:, 1:]),
+        "b": checksum(sent["b"]),
+    }
+    assert receipt.num_bytes == 40
 
 
 @pytest.mark.parametrize("name", ["a", "tied_a"])

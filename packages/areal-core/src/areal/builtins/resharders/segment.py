@@ -6,10 +6,12 @@ import fcntl
 import mmap
 import os
 import shutil
+import weakref
 from collections.abc import Iterable, Sequence
 from math import prod
 from pathlib import Path
 
+import numpy as np
 import torch
 
 from areal.builtins.resharders.locks import LOCK_WAIT_S, is_still, try_lock, try_own
@@ -20,6 +22,9 @@ from areal.errors import TransferFailed
 
 # A cache line, so that every tensor starts aligned for any dtype.
 ALIGNMENT = 64
+# What the kernel tells of each page of this process (proc_pid_pagemap(5)).
+PAGES = Path("/proc/self/pagemap")
+PRESENT, SWAPPED, OF_A_FILE = (np.uint64(1 << bit) for bit in (63, 62, 61))
 
 
 def segment_places(specs: Sequence[TensorSpec]) -> tuple[list[int], int]:
@@ -32,7 +37,7 @@ def segment_places(specs: Sequence[TensorSpec]) -> tuple[list[int], int]:
     return places, max(end, ALIGNMENT)
 
 
-def segment_tensor(memory: mmap.mmap, spec: TensorSpec, place: int) -> torch.Tensor:
+def segment_tensor(memory: mmap.mmap | memoryview, spec: TensorSpec, place: int) -> torch.Tensor:
     """Return a tensor over mapped memory; the mapping lives as long as the tensor."""
     dtype = torch_dtype(spec.dtype)
     if not (count := prod(spec.shape)):
@@ -100,6 +105,52 @@ class Mapped:
         return os.fstat(self._handle).st_nlink == 0
 
     def close(self) -> None:
+        os.close(self._handle)
+
+
+class Window:
+    """A receiver's private view of a segment: what is written into it stays in this process.
+
+    Invariant: shown again only when nobody looks at it any more, and nobody ever wrote into it.
+    """
+
+    def __init__(self, path: Path, size: int) -> None:
+        self._handle = os.open(path, os.O_RDONLY)
+        self._memory = mmap.mmap(self._handle, size, access=mmap.ACCESS_COPY)
+        self._address = torch.frombuffer(self._memory, dtype=torch.uint8).data_ptr()
+        self._shown: weakref.ref[memoryview] | None = None
+
+    def show(self, lock: int) -> memoryview:
+        """Return the memory; the open file `lock` is closed when the last tensor over it is gone."""
+        view = memoryview(self._memory)
+        weakref.finalize(view, os.close, lock)
+        self._shown = weakref.ref(view)
+        return view
+
+    def shows(self, path: Path) -> bool:
+        """Whether it is of the segment of that name."""
+        return is_still(self._handle, path)
+
+    def is_fresh(self) -> bool:
+        """Whether it still shows the segment as it is, to nobody else; False as well where the kernel does not tell."""
+        if self._shown is not None and self._shown() is not None:
+            return False
+        page, size = mmap.PAGESIZE, len(self._memory)
+        try:
+            with PAGES.open("rb", buffering=0) as pages:
+                told = os.pread(pages.fileno(), 8 * -(-size // page), 8 * (self._address // page))
+        except OSError:
+            return False
+        flags = np.frombuffer(told, dtype=np.uint64)
+        is_own = (flags & PRESENT != 0) & (flags & OF_A_FILE == 0) | (flags & SWAPPED != 0)
+        return len(told) == 8 * -(-size // page) and not is_own.any()
+
+    def is_gone(self) -> bool:
+        """Whether the sender has given the segment back."""
+        return os.fstat(self._handle).st_nlink == 0
+
+    def close(self) -> None:
+        """Let go; the memory goes with the last tensor."""
         os.close(self._handle)
 
 

@@ -8,11 +8,11 @@
         open, verdict, rank-*   how several ranks write one segment together: see ranks.py
 
 The first rank chooses a segment, each rank writes its own boxes, and the first publishes when all have. A segment is
-locked shared while any tensor that a receiver yielded is alive, because the mapping holds the lock, and while another
-rank is at work on it. The first rank chooses only segments that nobody else has locked, and makes another when there
-is none. So a yielded tensor never changes, nothing is torn, a rank that comes too late writes into memory that nobody
-reads, and in the steady state the same two warm segments are used in turn: writing into fresh memory is several times
-slower than into memory that was touched before.
+locked shared while any tensor that a receiver yielded is alive, and while another rank is at work on it. The first rank
+chooses only segments that nobody else has locked, and makes another when there is none. So a yielded tensor never
+changes, nothing is torn, a rank that comes too late writes into memory that nobody reads, and in the steady state the
+same two warm segments are used in turn: writing into fresh memory is several times slower than into memory that was
+touched before. Everybody keeps them mapped, because mapping costs as much as copying.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ import torch
 from areal.builtins.resharders.locks import holder_died, is_still, own, try_lock
 from areal.builtins.resharders.pieces import items_of, sending_ranks
 from areal.builtins.resharders.ranks import Lead, Seat
-from areal.builtins.resharders.segment import Boxes, Mapped, Segment, segment_places, segment_tensor
+from areal.builtins.resharders.segment import Boxes, Mapped, Segment, Window, segment_places, segment_tensor
 from areal.builtins.resharders.versions import Waiter, attempt, version_name
 from areal.builtins.resharders.wire import Deadline, wire_specs
 from areal.contracts.messages import Version
@@ -39,6 +39,8 @@ from areal.errors import TransferFailed
 
 ROOT = Path("/dev/shm")
 PREFIX = "areal-"
+# In turn: one is being read or staged while the next version is written.
+NUM_SEGMENTS = 2
 
 
 def plan_folder(uid: str) -> Path:
@@ -236,6 +238,7 @@ class ShmReceiver:
         self._places, self._size = segment_places(self._specs)
         self._folder = plan_folder(plan.uid)
         self._waiter = Waiter(self._folder, plan.uid)
+        self._windows: list[Window] = []
 
     def receive(self, version: Version, deadline_s: float) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield the tensors on the CPU without copying them; a segment is free again when its tensors are.
@@ -250,7 +253,9 @@ class ShmReceiver:
         self._deadline.end()
 
     def close(self) -> None:
-        """Remove what a dead sender left; nothing is held between versions."""
+        """Let go of the segments, and remove what a dead sender left. Idempotent."""
+        while self._windows:
+            self._windows.pop().close()
         sweep()
 
     def _read(self, version: Version, deadline: Deadline) -> Iterator[tuple[str, torch.Tensor]]:
@@ -258,11 +263,11 @@ class ShmReceiver:
         for spec, place in zip(self._specs, self._places, strict=True):
             yield spec.name, segment_tensor(memory, spec, place)
 
-    def _map(self, version: Version) -> mmap.mmap | None:
-        """Map the version when it is there; the mapping keeps the segment locked until its last tensor is gone."""
+    def _map(self, version: Version) -> memoryview | None:
+        """Show the version when it is there, with its segment locked until the last tensor is gone."""
         path = self._folder / version_name(version)
         try:
-            handle = os.open(path, os.O_RDONLY)
+            lock = os.open(path, os.O_RDONLY)
         except OSError:
             if owner_died(self._folder):
                 raise TransferFailed(
@@ -270,10 +275,23 @@ class ShmReceiver:
                     " restart the trainer and make a new plan"
                 ) from None
             return None
-        try:
-            # Between opening and locking the sender may have taken the segment for a later version.
-            if try_lock(handle, fcntl.LOCK_SH) and is_still(handle, path):
-                return mmap.mmap(handle, self._size, access=mmap.ACCESS_COPY)
+        # Between opening and locking the sender may have taken the segment for a later version.
+        if not (try_lock(lock, fcntl.LOCK_SH) and is_still(lock, path)):
+            os.close(lock)
             return None
-        finally:
-            os.close(handle)  # the mapping has a handle of its own, and with it the lock
+        return self._window(path).show(lock)
+
+    def _window(self, path: Path) -> Window:
+        """Return a fresh view of a locked segment, one that was mapped before if possible: that saves page faults."""
+        for window in [window for window in self._windows if window.is_gone() or window.shows(path)]:
+            if window.shows(path) and window.is_fresh():
+                return window
+            self._windows.remove(window)
+            window.close()
+        window = Window(path, self._size)
+        # What stays mapped takes room after its sender is gone; the segments of a next plan must find theirs.
+        if room_for(NUM_SEGMENTS * self._size):
+            self._windows.append(window)
+        else:
+            window.close()
+        return window

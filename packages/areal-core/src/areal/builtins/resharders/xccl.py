@@ -13,14 +13,11 @@ from areal.builtins.resharders.collective_receiver import CollectiveReceiver
 from areal.builtins.resharders.control import free_port
 from areal.builtins.resharders.delta import Mode
 from areal.builtins.resharders.pieces import check_pieces
-from areal.builtins.resharders.shm import ShmHelper, ShmReceiver, ShmSender, room_for, shm_sender
+from areal.builtins.resharders.shm import NUM_SEGMENTS, ShmHelper, ShmReceiver, ShmSender, room_for, shm_sender
 from areal.builtins.resharders.wire import check_members, num_bytes, wire_specs
 from areal.contracts.options import Options
 from areal.contracts.transfer import Layout, Plan
 from areal.errors import TransferFailed
-
-# Two segments are in turn: one being read or staged while the next version is written.
-NUM_SEGMENTS = 2
 
 
 class XcclOptions(Options):
