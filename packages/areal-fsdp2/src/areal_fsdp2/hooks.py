@@ -15,6 +15,6 @@ def areal_backends() -> list[Component]:
             summary="Many devices: FSDP2, tensor, sequence, pipeline and expert parallel.",
             requires=("torch", "transformers"),
             install="pip install areal-fsdp2",
-            capabilities=frozenset({"distributed"}),
+            capabilities=frozenset({"distributed", "critic"}),
         )
     ]

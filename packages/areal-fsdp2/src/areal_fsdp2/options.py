@@ -6,6 +6,8 @@ from pydantic import NonNegativeInt, PositiveFloat, PositiveInt
 
 from areal.contracts.backend import DistributedOptions
 from areal.contracts.specs import ModelSpec, TrainerDevices, TrainingSpec
+from areal_fsdp2.dimensions import Dimensions
+from areal_fsdp2.limits import Shape, chosen, problem_of, shape_of
 
 
 class Fsdp2Options(DistributedOptions):
@@ -23,7 +25,23 @@ class Fsdp2Options(DistributedOptions):
     """Copies of the sharded weights (hybrid sharding): each is sharded over data-parallel ranks / `replicate`."""
     adam_eps: PositiveFloat = 1e-8
     """Added to the root of Adam's second moment."""
+    cpu_offload: bool = False
+    """Weights, gradients and moments rest in the host's memory, and the update is made there."""
 
     def problem(self, devices: TrainerDevices, model: ModelSpec, training: TrainingSpec) -> str:
         """Return why this cannot run, with the nearest values that can; empty: it can."""
-        return ""
+        shape = shape_of(model)
+        return problem_of(self._wanted(devices, model, shape), devices.world_size, shape)
+
+    def dimensions(self, devices: TrainerDevices, model: ModelSpec) -> Dimensions:
+        """Return the sizes of the mesh; only where `problem` has nothing to say."""
+        wanted = self._wanted(devices, model, shape_of(model))
+        shard = devices.world_size // (wanted.tp * wanted.sp * wanted.pp * wanted.replicate)
+        return Dimensions(
+            pp=wanted.pp, replicate=wanted.replicate, shard=shard, sp=wanted.sp, tp=wanted.tp, ep=wanted.ep
+        )
+
+    def _wanted(self, devices: TrainerDevices, model: ModelSpec, shape: Shape | None) -> Dimensions:
+        """Return what the recipe asks for; `shard` is left open (1)."""
+        said = Dimensions(pp=self.pp, replicate=self.replicate, sp=self.sp, tp=self.tp, ep=self.ep)
+        return chosen(said, devices, is_moe=model.type == "moe" or (shape is not None and shape.experts > 0))

@@ -103,8 +103,11 @@ class BackendRoles(BackendFixtures):
             assert part.group.tolist() == [0] * part.num_sequences and part.computed_groups == 4
         watching.seen.clear()
         start(micro_batch_tokens=10_000).train_step(batch_of(rows), watching)
-        (_, part), *others = watching.seen
-        assert not others and sorted(part.group.bincount().tolist()) == [3, 3, 3, 4]
+        # As few micro-batches as there are data ranks; each numbers the groups that it has.
+        assert sum(part.num_sequences for _, part in watching.seen) == 13
+        for _, part in watching.seen:
+            assert 0 not in part.group.bincount().tolist() and part.computed_groups == 4
+            assert max(part.group.bincount().tolist()) > 1
 
     def test_a_preference_is_learned_whatever_the_packing(self, start: Start) -> None:
         pairs = [replace(row([1, 9, 8 + i], [7, 6], 1.0), group=i) for i in range(3)]

@@ -37,6 +37,8 @@ class Ranks:
         """Start processes; rank r holds ``factory(*args_of(r))``, a dotted path ``module:name``. Raises as `call`."""
         context: Any = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload(["torch", "transformers"])  # imported once, in the process they are forked from
+        self.is_in_step = True
+        """Whether every rank has answered every call; if not, an answer to come would be taken for another's."""
         self._pipes: list[Connection] = []
         self.processes: list[Any] = []
         for _ in range(num_ranks):
@@ -74,6 +76,7 @@ class Ranks:
         end = time.monotonic() + deadline_s
         for pipe, message in zip(self._pipes, messages, strict=True):
             pipe.send(message)
+        self.is_in_step = False
         answers: list[Any] = []
         failures: list[BaseException] = []
         for rank, pipe in enumerate(self._pipes):
@@ -88,6 +91,7 @@ class Ranks:
                 failures.append(answer)
                 end = min(end, time.monotonic() + 10.0)
             answers.append(answer)
+        self.is_in_step = True
         if failures:
             raise failures[0]
         return answers

@@ -47,15 +47,24 @@ def micro_batches(rows: Sequence[Row], budget: int, *, whole_groups: bool = Fals
     every row. A row is never split, and with `whole_groups` neither are the rows of a group: one above the budget
     is alone.
     """
+    return fill(units(rows, whole_groups=whole_groups), budget)
+
+
+def units(rows: Sequence[Row], *, whole_groups: bool = False) -> list[tuple[list[int], int]]:
+    """Return what is never split, rows or groups of them: their positions and tokens; `micro_batches` says the rest."""
     lengths = [_num_inputs(row) for row in rows]
     order = sorted((i for i, length in enumerate(lengths) if length), key=lambda i: rows[i].token_ids)
-    units: dict[int, list[int]] = defaultdict(list)
+    members: dict[int, list[int]] = defaultdict(list)
     for i in order:
-        units[rows[i].group if whole_groups else i].append(i)
+        members[rows[i].group if whole_groups else i].append(i)
+    return [(unit, sum(lengths[i] for i in unit)) for unit in members.values()]
+
+
+def fill(loads: Sequence[tuple[Sequence[int], int]], budget: int) -> list[list[int]]:
+    """Put units (positions, tokens) into micro-batches in their order, a new one when the budget would be exceeded."""
     batches: list[list[int]] = []
     used = budget
-    for unit in units.values():
-        length = sum(lengths[i] for i in unit)
+    for unit, length in loads:
         if used + length > budget:
             batches.append([])
             used = 0

@@ -1,0 +1,184 @@
+"""The backend `fsdp2`: one rank of a trainer whose weights, rows and sequences are spread over a mesh of devices."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from areal.algorithms.update.schedule import learning_rate as scheduled_rate
+from areal.contracts.algorithm import Loss
+from areal.contracts.messages import Batch
+from areal.contracts.specs import BackendContext
+from areal.contracts.transfer import Layout, Receipt, Transfer, local_host
+from areal.errors import ConfigError, WorkerFailed
+from areal_fsdp2 import loading, state
+from areal_fsdp2.mesh import Mesh, leave
+from areal_fsdp2.model import PackedModel, make_model
+from areal_fsdp2.optimizer import Optimizer
+from areal_fsdp2.options import Fsdp2Options
+from areal_fsdp2.passes import Passes
+from areal_fsdp2.publishing import Publishing
+from areal_fsdp2.reference import FrozenReference
+from areal_fsdp2.shards import Shards, parts_of
+
+_STARTED: set[int] = set()
+"""The backends of this process that use its process group; the last one that closes gives it back."""
+
+
+class Fsdp2Backend:
+    """One rank; all ranks get the same calls in the same order, and return the same.
+
+    Invariant: the update depends on the batch, not on the mesh or the packing, beyond floating-point rounding.
+    """
+
+    def __init__(self, options: Fsdp2Options | None, context: BackendContext) -> None:
+        """Raises ConfigError for a mesh that cannot be."""
+        self._options = options or Fsdp2Options()
+        self._context = context
+        if problem := self._options.problem(context.devices, context.model, context.training):
+            raise ConfigError(problem)
+        self._num_updates = 0
+        self._model: PackedModel | None = None
+        self._reference: FrozenReference | None = None
+        self._publishing: Publishing | None = None
+        self._mesh: Mesh
+        self._shards: Shards
+        self._passes: Passes
+        self._optimizer: Optimizer
+
+    def start(self) -> None:
+        """Meet the other ranks, read this rank's share of the model and make the optimizer; WorkerFailed."""
+        context = self._context
+        folder = loading.folder_of(context.model.path)
+        self._mesh = Mesh(context, self._options.dimensions(context.devices, context.model))
+        _STARTED.add(id(self))
+        model = make_model(context, self._options, self._mesh, folder)
+        parts = parts_of(model.module)
+        loading.read(parts, folder, model.optional)
+        self._shards = Shards(parts, context.model.dtype)
+        self._publishing = Publishing(self._shards, context.rank)
+        self._passes = Passes(model, self._mesh, context.training.micro_batch_tokens)
+        self._optimizer = Optimizer(model, context.training, self._options.adam_eps, self._mesh.device)
+        self._tokenizer = loading.tokenizer_of(folder)
+        self._model = model
+
+    def logprobs(self, batch: Batch) -> list[tuple[float, ...]]:
+        """Return for each row [T] logprobs of its tokens (0 where loss_mask is False) under the current weights."""
+        model = self._started()
+        largest = max((max(row.token_ids) for row in batch.rows), default=0)
+        if largest >= (size := model.config.vocab_size):
+            raise ConfigError(
+                f"token {largest} is outside the vocabulary of {self._context.model.path!r} ({size}); policy, engine "
+                "and reference must have one tokenizer"
+            )
+        return self._passes.numbers(batch)
+
+    def values(self, batch: Batch) -> list[tuple[float, ...]]:
+        """Return for each row [T] a critic's values of the states before its trained tokens (0 elsewhere)."""
+        return self.logprobs(batch)
+
+    def freeze_reference(self) -> None:
+        """Keep a copy of this rank's current weights (float32) as its part of ``actor@0``."""
+        self._started()
+        self._reference = FrozenReference([part.view.clone() for part in self._shards.parts])
+
+    def reference_logprobs(self, batch: Batch) -> list[tuple[float, ...]]:
+        """Return what `logprobs` does, under the weights of ``actor@0``."""
+        if self._reference is None:
+            raise WorkerFailed(
+                "there is no reference: it is frozen before the first step, and this run went on from a checkpoint "
+                "without one; give algorithm.ref an HF folder, or start a new run"
+            )
+        with self._reference.in_place([part.view for part in self._shards.parts]):
+            return self.logprobs(batch)
+
+    def train_step(self, batch: Batch, loss: Loss, learning_rate: float | None = None) -> Mapping[str, float]:
+        """Make one optimizer update; see the contract. A batch without trained tokens moves the schedule only."""
+        self._started()
+        rate = scheduled_rate(self._context.training, self._num_updates) if learning_rate is None else learning_rate
+        self._num_updates += learning_rate is None
+        statistics = self._passes.accumulate(batch, loss, self._optimizer)
+        if statistics is None:
+            return {"loss": 0.0, "grad_norm": 0.0, "learning_rate": rate, "skipped": 1.0}
+        grad_norm, skipped = self._optimizer.step(rate)
+        return {**statistics, "grad_norm": grad_norm, "learning_rate": rate, "skipped": float(skipped)}
+
+    def layout(self) -> Layout:
+        """Return the parameters under their HF names in the dtype of ``model.dtype``; tied ones stand once."""
+        self._started()
+        dimensions = self._mesh.dimensions
+        return Layout(
+            host=local_host(),
+            collective=self._context.accelerator.collective,
+            num_ranks=dimensions.world,
+            tensor_parallel=dimensions.tp,
+            dtype=self._context.model.dtype,
+            tensors=self._shards.tensors,
+            pieces=self._shards.pieces if dimensions.world > 1 else (),
+        )
+
+    def send(self, transfer: Transfer) -> Receipt:
+        """Send this rank's pieces, or on rank 0 everything if the plan wants no pieces; TransferFailed."""
+        self._started()
+        assert self._publishing is not None
+        return self._publishing.send(transfer)
+
+    def save(self, path: str) -> None:
+        """Write ``path/model`` (HF, in ``model.dtype``) and a file of each rank's float32 weights and all the rest."""
+        model = self._started()
+        folder = Path(path)
+        folder.mkdir(parents=True, exist_ok=True)
+        dtype: torch.dtype = getattr(torch, self._context.model.dtype)
+        state.save_model(model, self._shards, self._tokenizer, dtype, folder / state.MODEL_FOLDER)
+        everything = {
+            "weights": [part.view.contiguous() for part in self._shards.parts],
+            "optimizer": self._optimizer.state_dict(),
+            "num_updates": self._num_updates,
+            "random": state.random_state(self._mesh.device),
+            "reference": None if self._reference is None else self._reference.weights,
+        }
+        state.save_state(everything, self._state_file(folder))
+        dist.barrier()
+
+    @torch.no_grad()
+    def load(self, path: str) -> None:
+        """Restore what `save` wrote, bit for bit; JournalError when it is not there, ConfigError for another model."""
+        self._started()
+        saved = state.load_state(self._state_file(Path(path)))
+        weights: list[torch.Tensor] = saved["weights"]
+        parts = self._shards.parts
+        if [tensor.shape for tensor in weights] != [part.view.shape for part in parts]:
+            raise ConfigError(f"the checkpoint {path!r} holds another model than {self._context.model.path!r}")
+        for part, tensor in zip(parts, weights, strict=True):
+            part.view.copy_(tensor)
+        self._optimizer.load_state_dict(saved["optimizer"])
+        self._num_updates = saved["num_updates"]
+        kept: list[torch.Tensor] | None = saved["reference"]
+        self._reference = None if kept is None else FrozenReference([tensor.to(self._mesh.device) for tensor in kept])
+        state.set_random_state(saved["random"], self._mesh.device)
+
+    def interrupt(self) -> None:
+        """Make the `send` that runs wait no longer for receivers that are gone, where the resharder can."""
+        if self._publishing is not None:
+            self._publishing.interrupt()
+
+    def close(self) -> None:
+        """Close the sender, if there is one; the last backend of a process leaves the process group."""
+        if self._publishing is not None:
+            self._publishing.close()
+        self._model = None
+        if id(self) in _STARTED:
+            _STARTED.discard(id(self))
+            if not _STARTED:
+                leave()
+
+    def _started(self) -> PackedModel:
+        if self._model is None:
+            raise WorkerFailed("the backend was used before start; call start first")
+        return self._model
+
+    def _state_file(self, folder: Path) -> Path:
+        return folder / f"trainer-{self._context.rank}-of-{self._context.world_size}.pt"

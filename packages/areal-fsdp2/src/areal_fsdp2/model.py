@@ -1,0 +1,152 @@
+"""The model of one role: a sharded Hugging Face module that computes packed rows, with an LM head or a critic's."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from transformers import AutoModelForCausalLM, AutoModelForTokenClassification, PreTrainedModel
+
+from areal.algorithms.update.logprobs import token_logprobs
+from areal.algorithms.update.packing import Packed
+from areal.contracts.specs import AmpSpec, BackendContext, TrainingSpec
+from areal.errors import WorkerFailed
+from areal_fsdp2 import loading
+from areal_fsdp2.mesh import Mesh
+from areal_fsdp2.options import Fsdp2Options
+
+AMP_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
+MAX_ROWS = 4096
+
+
+class PackedModel(nn.Module, ABC):
+    """The root that FSDP wraps. Invariant: a token's number depends on its row and the weights, on nothing else."""
+
+    optional: tuple[str, ...] = ()
+    """Tensors that a folder need not hold; they start at 0."""
+
+    def __init__(self, module: PreTrainedModel, amp: AmpSpec, mesh: Mesh) -> None:
+        super().__init__()
+        self.module = module
+        self._amp = amp
+        self._mesh = mesh
+
+    @property
+    def config(self) -> Any:
+        """The configuration of the text model."""
+        return self.module.config.get_text_config()
+
+    @property
+    def layers(self) -> nn.ModuleList:
+        """The decoder layers."""
+        return layers_of(self.module)
+
+    def forward(self, packed: Packed, temperature: float) -> tuple[Tensor, Tensor]:
+        """Return a number for each trained token and the entropy there ([N] float32 each).
+
+        The number is its logprob, or a critic's value of the state before it; with gradient if grad is enabled.
+        """
+        with torch.autocast(self._mesh.device.type, AMP_DTYPES[self._amp.dtype], enabled=self._amp.enabled):
+            hidden = self.module.base_model(
+                input_ids=packed.token_ids.unsqueeze(0),
+                position_ids=packed.positions.unsqueeze(0),
+                row_groups=packed.groups,
+                use_cache=False,
+            ).last_hidden_state
+            return self._numbers(hidden[0, packed.predictors], packed, temperature)
+
+    @abstractmethod
+    def _numbers(self, hidden: Tensor, packed: Packed, temperature: float) -> tuple[Tensor, Tensor]:
+        """Return what `forward` does, from the states of the predictors ([P, H])."""
+
+
+class PolicyModel(PackedModel):
+    """A causal language model. Invariant: logprobs are those of the model's own forward pass, row by row."""
+
+    def _numbers(self, hidden: Tensor, packed: Packed, temperature: float) -> tuple[Tensor, Tensor]:
+        head = cast(nn.Module, self.module.get_output_embeddings())
+        return token_logprobs(head, hidden, packed.predictor, packed.targets, temperature, MAX_ROWS)
+
+
+class CriticModel(PackedModel):
+    """A backbone with one number for each state. Invariant: a head that the folder does not hold starts at 0."""
+
+    optional = ("score.weight", "score.bias")
+
+    def _numbers(self, hidden: Tensor, packed: Packed, temperature: float) -> tuple[Tensor, Tensor]:
+        with torch.autocast(self._mesh.device.type, enabled=False):  # values are subtracted from each other
+            values = cast(nn.Module, self.module.score)(hidden.float())[packed.predictor, 0]
+        return values, torch.zeros_like(values)
+
+
+def layers_of(module: nn.Module) -> nn.ModuleList:
+    """Return the decoder layers of a Hugging Face module: its longest list of modules."""
+    lists = [part for part in module.modules() if isinstance(part, nn.ModuleList)]
+    if not lists:
+        raise WorkerFailed(f"{type(module).__name__} has no list of decoder layers; use another model")
+    return max(lists, key=len)
+
+
+def make_model(context: BackendContext, options: Fsdp2Options, mesh: Mesh, folder: Any) -> PackedModel:
+    """Return the model of a role, spread over the mesh, with memory that is not filled yet."""
+    model = _on_meta(context, mesh, folder)
+    if context.training.activation_checkpointing:
+        _checkpoint_activations(model.module)
+    shard(model, context.training, mesh, cpu_offload=options.cpu_offload)
+    loading.materialise(model, torch.device("cpu") if options.cpu_offload else mesh.device)
+    return model
+
+
+def shard(model: PackedModel, training: TrainingSpec, mesh: Mesh, *, cpu_offload: bool) -> None:
+    """Shard each decoder layer, a critic's head, and what is left; gradients are summed, never averaged."""
+    amp = training.amp
+    offload = CPUOffloadPolicy(pin_memory=mesh.device.type != "cpu") if cpu_offload else OffloadPolicy()
+    low = MixedPrecisionPolicy(
+        param_dtype=AMP_DTYPES[amp.dtype] if amp.enabled else None,
+        reduce_dtype=torch.float32,
+        cast_forward_inputs=False,
+    )
+    full = MixedPrecisionPolicy(cast_forward_inputs=False)
+    for layer in model.layers:
+        fully_shard(layer, mesh=mesh.fsdp, mp_policy=low, offload_policy=offload)
+    if isinstance(model, CriticModel):
+        fully_shard(cast(nn.Module, model.module.score), mesh=mesh.fsdp, mp_policy=full, offload_policy=offload)
+    fully_shard(model, mesh=mesh.fsdp, mp_policy=low, offload_policy=offload)
+    for part in model.modules():
+        if isinstance(part, FSDPModule):
+            # Losses are divided by the whole batch's totals: ranks' gradients are shares of one sum.
+            part.set_gradient_divide_factor(1.0)
+            part.set_force_sum_reduction_for_comms(True)
+    if amp.enabled:
+        # The residual stream stays float32, as under autocast on one device.
+        model.module.get_input_embeddings().register_forward_hook(_as_float)
+
+
+def _on_meta(context: BackendContext, mesh: Mesh, folder: Any) -> PackedModel:
+    amp = context.training.amp
+    if context.role == "critic":
+        module = loading.skeleton(AutoModelForTokenClassification, folder, num_labels=1)
+        if not isinstance(getattr(module, "score", None), nn.Linear):
+            raise WorkerFailed(f"{type(module).__name__} has no linear head 'score' for a critic; use another model")
+        return CriticModel(module, amp, mesh)
+    module = loading.skeleton(AutoModelForCausalLM, folder)
+    if module.get_output_embeddings() is None:
+        raise WorkerFailed(f"{type(module).__name__} has no LM head; use a causal language model")
+    return PolicyModel(module, amp, mesh)
+
+
+def _checkpoint_activations(module: PreTrainedModel) -> None:
+    if not module.supports_gradient_checkpointing:
+        raise WorkerFailed(
+            f"training.activation_checkpointing is on and {type(module).__name__} cannot do it; turn it off"
+        )
+    module.gradient_checkpointing_enable({"use_reentrant": False})
+    # transformers recomputes in training mode only; nothing else differs, dropout is off.
+    module.train()
+
+
+def _as_float(module: nn.Module, args: Any, output: Tensor) -> Tensor:
+    return output.float()
