@@ -8,7 +8,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor, Shard
 from torch.nn.functional import cross_entropy
@@ -72,6 +72,10 @@ class ExpertRank:
         )
         self.rank, self.world_size = rank, world_size
 
+    def mesh(self, ep: int = 1, tp: int = 1) -> DeviceMesh:
+        sizes = (self.world_size // (ep * tp), ep, tp)
+        return init_device_mesh("cpu", sizes, mesh_dim_names=("beside", "ep", "tp"))
+
     def expected(self, tokens: list[Tensor]) -> tuple[float, dict[str, Tensor]]:
         model = moe_model(experts_implementation="eager")
         losses = [loss_of(model, some) for some in tokens]
@@ -82,8 +86,8 @@ class ExpertRank:
         """Experts over all ranks, each with its own tokens."""
         loss, grads = self.expected([rows_of(rank) for rank in range(self.world_size)])
         model = moe_model()
-        mesh = init_device_mesh("cpu", (self.world_size,), mesh_dim_names=("ep",))
-        experts = spread_experts(model, mesh, replicated=False)
+        mesh = self.mesh(ep=self.world_size)["ep", "tp"]
+        experts = spread_experts(model, mesh)
         mine = {id(p) for part in experts for p in part.parameters()}
         if checkpointing:
             model.train()
@@ -99,8 +103,8 @@ class ExpertRank:
         """FSDP over all ranks; experts over `ep` of them, and what is left of the ranks shards the experts' rows."""
         loss, grads = self.expected([rows_of(rank) for rank in range(self.world_size)])
         model = moe_model()
-        mesh = init_device_mesh("cpu", (self.world_size // ep, ep), mesh_dim_names=("beside", "ep"))
-        experts = spread_experts(model, mesh["ep"], replicated=False)
+        mesh = self.mesh(ep=ep)
+        experts = spread_experts(model, mesh["ep", "tp"])
         for part in experts:
             fully_shard(part, mesh=mesh["beside"], shard_placement_fn=lambda _: Shard(1))
         data = mesh["beside", "ep"]._flatten("data")
@@ -115,16 +119,19 @@ class ExpertRank:
         share.backward()
         return self.distance(share, loss, model, grads)
 
-    def over_tensor(self) -> tuple[float, float]:
-        """Experts over ranks that all have the same tokens."""
-        tokens = rows_of(3)
-        loss, grads = self.expected([tokens])
+    def over_tensor(self, tp: int) -> tuple[float, float]:
+        """Experts over all ranks; `tp` neighbours have the same tokens."""
+        ep = self.world_size // tp
+        loss, grads = self.expected([rows_of(rank) for rank in range(ep)])
         model = moe_model()
-        mesh = init_device_mesh("cpu", (self.world_size,), mesh_dim_names=("tp",))
-        spread_experts(model, mesh, replicated=True)
-        share = loss_of(model, tokens)
+        mesh = self.mesh(ep, tp)
+        mine = {id(p) for part in spread_experts(model, mesh["ep", "tp"]) for p in part.parameters()}
+        share = loss_of(model, rows_of(self.rank // tp))
         share.backward()
-        return self.distance(share / self.world_size, loss, model, grads)
+        for parameter in model.parameters():
+            if id(parameter) not in mine:
+                dist.all_reduce(parameter.grad, group=mesh.get_group("ep"))
+        return self.distance(share / tp, loss, model, grads)
 
     def one_layer(self, num_tokens: list[int], crowded: bool) -> tuple[float, float]:
         """Some ranks have no tokens; with `crowded` all tokens want the same two experts.
@@ -144,8 +151,8 @@ class ExpertRank:
         if sum(num_tokens):
             expected.square().sum().backward()
 
-        mesh = init_device_mesh("cpu", (self.world_size,), mesh_dim_names=("ep",))
-        experts = spread_experts(moe_model(), mesh, replicated=False)[0]
+        mesh = self.mesh(ep=self.world_size)["ep", "tp"]
+        experts = spread_experts(moe_model(), mesh)[0]
         mine = hidden[self.rank].requires_grad_()
         my_weights = chosen[self.rank].values.requires_grad_()
         found = experts(mine, chosen[self.rank].indices, my_weights)
@@ -167,14 +174,14 @@ class ExpertRank:
         with torch.autocast("cpu", torch.bfloat16), torch.no_grad():
             expected = float(loss_of(moe_model(experts_implementation="eager"), tokens))
             model = moe_model()
-            mesh = init_device_mesh("cpu", (self.world_size,), mesh_dim_names=("ep",))
-            spread_experts(model, mesh, replicated=False)
+            mesh = self.mesh(ep=self.world_size)["ep", "tp"]
+            spread_experts(model, mesh)
             return abs(float(loss_of(model, tokens)) - expected) / expected
 
     def refused(self, **changes: Any) -> str:
-        mesh = init_device_mesh("cpu", (self.world_size,), mesh_dim_names=("ep",))
+        mesh = self.mesh(ep=self.world_size)["ep", "tp"]
         try:
-            spread_experts(moe_model(**changes), mesh, replicated=False)
+            spread_experts(moe_model(**changes), mesh)
         except Exception as error:
             return f"{type(error).__name__}: {error}"
         return ""

@@ -34,7 +34,11 @@ def test_ranks_beside_the_owners_shard_the_experts(ranks: Ranks) -> None:
 
 
 def test_ranks_with_the_same_tokens_add_what_their_experts_give(ranks: Ranks) -> None:
-    assert_close(ranks.call("over_tensor"))
+    assert_close(ranks.call("over_tensor", len(ranks.processes)))
+
+
+def test_tokens_travel_within_each_column_of_ranks_with_the_same_tokens(ranks: Ranks) -> None:
+    assert_close(ranks.call("over_tensor", len(ranks.processes) // 2))
 
 
 @pytest.mark.parametrize("crowded", [False, True])

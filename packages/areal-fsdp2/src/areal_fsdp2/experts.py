@@ -34,13 +34,23 @@ WEIGHTS = ("gate_up_proj", "down_proj")
 class Spread:
     """How the experts of one layer are shared out.
 
-    Invariant: rank r of the group has the experts r n .. r n + n - 1, with n = `num_local`.
+    Invariant: rank (e, t) of the mesh has the `num_local` experts from number (e `num_columns` + t) `num_local` on.
     """
 
-    group: dist.ProcessGroup
     num_local: int
-    replicated: bool
-    """All ranks of the group have the same tokens; otherwise each has its own."""
+    owners: dist.ProcessGroup | None
+    """The ranks (.., t), which have tokens of their own; None: this one alone."""
+    columns: dist.ProcessGroup | None
+    """The ranks (e, ..), which have the same tokens; None: this one alone."""
+
+    @property
+    def num_columns(self) -> int:
+        return 1 if self.columns is None else self.columns.size()
+
+    @property
+    def column(self) -> int:
+        """t of this rank."""
+        return 0 if self.columns is None else self.columns.rank()
 
 
 def expert_layers(module: nn.Module) -> list[nn.Module]:
@@ -48,15 +58,14 @@ def expert_layers(module: nn.Module) -> list[nn.Module]:
     return [part for part in module.modules() if all(_is_stacked(part, name) for name in WEIGHTS)]
 
 
-def spread_experts(module: PreTrainedModel, mesh: DeviceMesh, *, replicated: bool) -> list[nn.Module]:
-    """Leave to each rank of the 1-D `mesh` its share of each layer's experts, and return the parts that hold them.
+def spread_experts(module: PreTrainedModel, mesh: DeviceMesh) -> list[nn.Module]:
+    """Leave to each rank of the mesh (``ep``, ``tp``) its share of each layer's experts; return what holds them.
 
-    Their parameters, on the meta device or not, become DTensors with placement Shard(0). With `replicated` (the ranks
-    are tensor-parallel ones with equal hidden states) each rank computes its own experts for all tokens and the
-    results are summed; otherwise (data-parallel ranks) copies of the tokens travel to their experts and the results
-    back. All ranks must make the same passes, even with zero tokens. The gradient of a weight is the sum over the
-    tokens of all ranks of the mesh, and is not to be averaged over them; gradients of everything else, the router's
-    too, are those of the rank's own tokens.
+    The parameters, on the meta device or not, become DTensors with placement Shard(0) on the flattened mesh. Ranks
+    along ``ep`` have tokens of their own: copies travel to the experts and the results back. Ranks along ``tp`` have
+    the same tokens: each does the work of its column of experts, and the sums are added. All ranks must make the same
+    passes, even with zero tokens. The gradient of an expert's weight is the sum over the tokens of all ranks along
+    ``ep``, not to be averaged; gradients of everything else, the router's too, are those of the rank's own tokens.
 
     The auxiliary loss that some models balance their router with is a product of two means over a batch, so that it
     would depend on the packing: it is never added, and a model whose configuration asks for it is refused, as is one
@@ -64,14 +73,16 @@ def spread_experts(module: PreTrainedModel, mesh: DeviceMesh, *, replicated: boo
     """
     layers = expert_layers(module)
     _check(module, layers, mesh.size())
+    flat = mesh._flatten("experts")
+    owners, columns = (mesh.get_group(name) if mesh[name].size() > 1 else None for name in ("ep", "tp"))
     for experts in layers:
-        num_local = experts.get_parameter(WEIGHTS[0]).shape[0] // mesh.size()
-        mine = slice(mesh.get_local_rank() * num_local, (mesh.get_local_rank() + 1) * num_local)
+        num_local = experts.get_parameter(WEIGHTS[0]).shape[0] // flat.size()
+        mine = slice(flat.get_local_rank() * num_local, (flat.get_local_rank() + 1) * num_local)
         for name in WEIGHTS:
             whole = experts.get_parameter(name)
-            part = DTensor.from_local(whole.detach()[mine].clone(), mesh, [Shard(0)], run_check=False)
+            part = DTensor.from_local(whole.detach()[mine].clone(), flat, [Shard(0)], run_check=False)
             experts.register_parameter(name, nn.Parameter(part, requires_grad=whole.requires_grad))
-        experts.spread = Spread(group=mesh.get_group(), num_local=num_local, replicated=replicated)  # type: ignore
+        experts.spread = Spread(num_local=num_local, owners=owners, columns=columns)  # type: ignore
     module.set_experts_implementation(NAME)
     return layers
 
@@ -111,49 +122,41 @@ def _experts_forward(experts: Any, hidden: Tensor, index: Tensor, weights: Tenso
     `hidden`: [T, H]; `index`: [T, K] int64, numbers of experts; `weights`: [T, K], of the router.
     """
     spread: Spread = experts.spread
+    if spread.columns is not None:
+        hidden, weights = (_SumOfGradients.apply(tensor, spread.columns) for tensor in (hidden, weights))
+    owner, local = index // spread.num_local, index % spread.num_local
+    token, choice = (owner % spread.num_columns == spread.column).nonzero(as_tuple=True)
+    number = (owner // spread.num_columns * spread.num_local + local)[token, choice]
+    order = number.argsort(stable=True)
+    token, choice, number = token[order], choice[order], number[order]
     device = hidden.device.type
     dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else hidden.dtype
-    forward = _summed if spread.replicated else _dispatched
-    return forward(experts, spread, hidden, index, weights, dtype).to(hidden.dtype)
+    results = _from_owners(experts, spread, hidden[token].to(dtype), number)
+    weighted = (results * weights[token, choice].unsqueeze(-1)).to(hidden.dtype)
+    # Every copy has a place of its own, so that sums are in the same order whoever computes what.
+    places = weighted.new_zeros(index.numel(), hidden.shape[1]).index_copy(0, token * index.shape[1] + choice, weighted)
+    mixed = places.view(*index.shape, hidden.shape[1]).sum(1)
+    return mixed if spread.columns is None else _Sum.apply(mixed, spread.columns)
 
 
 ALL_EXPERTS_FUNCTIONS.register(NAME, _experts_forward)
 
 
-def _dispatched(
-    experts: Any, spread: Spread, hidden: Tensor, index: Tensor, weights: Tensor, dtype: torch.dtype
-) -> Tensor:
-    """Send each copy of a token to the owner of its expert; weigh and add what comes back."""
-    num_ranks = dist.get_world_size(spread.group)
-    flat = index.flatten()
-    order = flat.argsort(stable=True)
-    outgoing = torch.bincount(flat, minlength=num_ranks * spread.num_local).view(num_ranks, spread.num_local)
+def _from_owners(experts: Any, spread: Spread, copies: Tensor, number: Tensor) -> Tensor:
+    """Return what the experts make of copies of tokens ([N, H]); `number`: [N] int64, ascending, within the column."""
+    num_owners = 1 if spread.owners is None else spread.owners.size()
+    outgoing = torch.bincount(number, minlength=num_owners * spread.num_local).view(num_owners, spread.num_local)
+    if spread.owners is None:
+        return _computed(experts, copies, outgoing[0].tolist())
     incoming = torch.empty_like(outgoing)
-    dist.all_to_all_single(incoming, outgoing, group=spread.group)
+    dist.all_to_all_single(incoming, outgoing, group=spread.owners)
     sent, received = torch.stack([outgoing.sum(1), incoming.sum(1)]).tolist()
-    copies = hidden[order // index.shape[1]].to(dtype)
-    arrived = _AllToAll.apply(copies, received, sent, spread.group)
+    arrived = _AllToAll.apply(copies, received, sent, spread.owners)
     # They come sorted by sender, and within a sender by expert.
-    local = torch.arange(spread.num_local, device=flat.device).repeat(num_ranks).repeat_interleave(incoming.flatten())
-    by_expert = local.argsort(stable=True)
+    local = torch.arange(spread.num_local, device=number.device).repeat(num_owners)
+    by_expert = local.repeat_interleave(incoming.flatten()).argsort(stable=True)
     results = _computed(experts, arrived[by_expert], incoming.sum(0).tolist())
-    returned = _AllToAll.apply(results[by_expert.argsort()], sent, received, spread.group)
-    return (returned[order.argsort()].view(*index.shape, hidden.shape[1]) * weights.unsqueeze(-1)).sum(1)
-
-
-def _summed(experts: Any, spread: Spread, hidden: Tensor, index: Tensor, weights: Tensor, dtype: torch.dtype) -> Tensor:
-    """Compute this rank's experts for the tokens that all ranks have; add the ranks' results."""
-    hidden, weights = (_SumOfGradients.apply(tensor, spread.group) for tensor in (hidden, weights))
-    first = dist.get_rank(spread.group) * spread.num_local
-    local = index - first
-    token, choice = ((local >= 0) & (local < spread.num_local)).nonzero(as_tuple=True)
-    expert = local[token, choice]
-    order = expert.argsort(stable=True)
-    token, choice = token[order], choice[order]
-    counts = torch.bincount(expert, minlength=spread.num_local).tolist()
-    results = _computed(experts, hidden[token].to(dtype), counts) * weights[token, choice].unsqueeze(-1)
-    mixed = torch.zeros_like(hidden).index_add(0, token, results.to(hidden.dtype))
-    return _Sum.apply(mixed, spread.group)
+    return _AllToAll.apply(results[by_expert.argsort()], sent, received, spread.owners)
 
 
 def _computed(experts: Any, tokens: Tensor, counts: list[int]) -> Tensor:
