@@ -87,6 +87,14 @@ def spread_experts(module: PreTrainedModel, mesh: DeviceMesh) -> list[nn.Module]
     return layers
 
 
+def rows_within_experts(weight: nn.Parameter, num_ranks: int) -> Shard:
+    """Return how ranks with the same experts shard their weights: by rows of each, or if these do not divide by expert.
+
+    By rows no rank is left empty, however few the experts are.
+    """
+    return Shard(1 if weight.shape[1] % num_ranks == 0 else 0)
+
+
 def _is_stacked(part: nn.Module, name: str) -> bool:
     weight = getattr(part, name, None)
     return isinstance(weight, nn.Parameter) and weight.ndim == 3

@@ -15,6 +15,7 @@ from areal.algorithms.update.packing import Packed
 from areal.contracts.specs import AmpSpec, BackendContext, TrainingSpec
 from areal.errors import WorkerFailed
 from areal_fsdp2 import loading
+from areal_fsdp2.experts import expert_layers, rows_within_experts, spread_experts
 from areal_fsdp2.mesh import Mesh
 from areal_fsdp2.options import Fsdp2Options
 
@@ -93,6 +94,8 @@ def layers_of(module: nn.Module) -> nn.ModuleList:
 def make_model(context: BackendContext, options: Fsdp2Options, mesh: Mesh, folder: Any) -> PackedModel:
     """Return the model of a role, spread over the mesh, with memory that is not filled yet."""
     model = _on_meta(context, mesh, folder)
+    if mesh.dimensions.ep * mesh.dimensions.tp > 1 and expert_layers(model.module):
+        spread_experts(model.module, mesh.experts)
     if context.training.activation_checkpointing:
         _checkpoint_activations(model.module)
     shard(model, context.training, mesh, cpu_offload=options.cpu_offload)
@@ -110,6 +113,14 @@ def shard(model: PackedModel, training: TrainingSpec, mesh: Mesh, *, cpu_offload
         cast_forward_inputs=False,
     )
     full = MixedPrecisionPolicy(cast_forward_inputs=False)
+    for part in (part for part in expert_layers(model) if hasattr(part, "spread")):
+        fully_shard(
+            part,
+            mesh=mesh.beside_experts,
+            mp_policy=low,
+            offload_policy=offload,
+            shard_placement_fn=lambda weight: rows_within_experts(weight, mesh.beside_experts.size(-1)),
+        )
     for layer in model.layers:
         fully_shard(layer, mesh=mesh.fsdp, mp_policy=low, offload_policy=offload)
     if isinstance(model, CriticModel):
