@@ -77,6 +77,7 @@ MESHES = [
     ("moe", {"tp": 1, "ep": 2}),
     ("moe", {"tp": 1, "ep": 2, "replicate": 2}),
     ("moe", {"tp": 1, "pp": 2, "ep": 2}),
+    ("moe", {"tp": 2, "ep": 2}),
     ("tied", {"pp": 2}),
     ("untied", {"pp": 2}),
     ("untied", {"pp": 4}),

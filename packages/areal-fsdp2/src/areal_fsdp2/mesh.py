@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import HashStore, Store, TCPStore  # pyright: ignore[reportPrivateImportUsage]
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
 from areal.contracts.specs import BackendContext
 from areal.errors import WorkerFailed, first_line
@@ -71,6 +72,8 @@ def leave() -> None:
     """Give the process group back, if there is one; the other ranks need not be there any more."""
     _MESHES.clear()
     _expert_mesh.cache_clear()
+    # torch remembers the meshes of results by what they look like, and with them groups that are no more.
+    _clear_sharding_prop_cache()
     if dist.is_initialized():
         dist.destroy_process_group()
 

@@ -41,17 +41,18 @@ def keep_stage(module: PreTrainedModel, stage: int, num_stages: int) -> bool:
     or of another structure.
     """
     backbone: Any = module.base_model
-    layers, head = getattr(backbone, "layers", None), module.get_output_embeddings()
-    has_ends = hasattr(backbone, "embed_tokens") and hasattr(backbone, "norm")
-    kind = type(module).__name__
-    if not isinstance(layers, nn.ModuleList) or not has_ends or not isinstance(head, nn.Linear):
+    kind, layers = type(module).__name__, getattr(backbone, "layers", None)
+    head = module.get_output_embeddings() or getattr(module, "score", None)
+    name = next((name for name, part in module.named_children() if part is head), "")
+    has_ends = hasattr(backbone, "embed_tokens") and hasattr(backbone, "norm") and isinstance(head, nn.Linear)
+    if not isinstance(layers, nn.ModuleList) or not has_ends or not name:
         raise WorkerFailed(
             f"pp is {num_stages} and {kind} is not an embedding, layers, a norm and a head, as Llama and Qwen are; "
             "use pp 1"
         )
     if num_stages > len(layers):
         raise WorkerFailed(f"pp is {num_stages} and {kind} has {len(layers)} layers; use pp {len(layers)}")
-    is_tied = head.weight is backbone.embed_tokens.weight
+    is_tied = getattr(head, "weight", None) is backbone.embed_tokens.weight
     is_first, is_last = stage == 0, stage == num_stages - 1
     mine = run_of_layers(stage, num_stages, len(layers))
     for number in range(len(layers)):
@@ -61,7 +62,7 @@ def keep_stage(module: PreTrainedModel, stage: int, num_stages: int) -> bool:
         backbone.embed_tokens = Absent()
     if not is_last:
         backbone.norm = Absent()
-        module.set_output_embeddings(Absent())
+        setattr(module, name, Absent())
     return is_tied and is_first != is_last
 
 
@@ -74,7 +75,7 @@ class Absent(nn.Module):
 
 
 @torch.no_grad()
-def add_tied(parameter: nn.Parameter, group: dist.ProcessGroup) -> None:
+def add_tied(parameter: Tensor, group: dist.ProcessGroup) -> None:
     """Add the gradient of the other end's copy of a tied parameter, before clipping; the copies then stay equal.
 
     Called on the first and the last stage of `group`, whose shards of the parameter are alike.
