@@ -23,6 +23,7 @@ from transformers import PreTrainedModel
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
 from areal.errors import WorkerFailed
+from areal_fsdp2.collectives import copied, summed
 
 NAME = "areal_spread"
 """What the models' configurations call this way to compute the experts."""
@@ -131,7 +132,7 @@ def _experts_forward(experts: Any, hidden: Tensor, index: Tensor, weights: Tenso
     """
     spread: Spread = experts.spread
     if spread.columns is not None:
-        hidden, weights = (_SumOfGradients.apply(tensor, spread.columns) for tensor in (hidden, weights))
+        hidden, weights = (copied(tensor, spread.columns) for tensor in (hidden, weights))
     owner, local = index // spread.num_local, index % spread.num_local
     token, choice = (owner % spread.num_columns == spread.column).nonzero(as_tuple=True)
     number = (owner // spread.num_columns * spread.num_local + local)[token, choice]
@@ -144,7 +145,7 @@ def _experts_forward(experts: Any, hidden: Tensor, index: Tensor, weights: Tenso
     # Every copy has a place of its own, so that sums are in the same order whoever computes what.
     places = weighted.new_zeros(index.numel(), hidden.shape[1]).index_copy(0, token * index.shape[1] + choice, weighted)
     mixed = places.view(*index.shape, hidden.shape[1]).sum(1)
-    return mixed if spread.columns is None else _Sum.apply(mixed, spread.columns)
+    return mixed if spread.columns is None else summed(mixed, spread.columns)
 
 
 ALL_EXPERTS_FUNCTIONS.register(NAME, _experts_forward)
@@ -199,32 +200,3 @@ def _exchanged(rows: Tensor, received: list[int], sent: list[int], group: dist.P
     arrived = rows.new_empty((sum(received), *rows.shape[1:]))
     dist.all_to_all_single(arrived, rows.contiguous(), received, sent, group=group)
     return arrived
-
-
-class _Sum(torch.autograd.Function):
-    """The ranks' sum. Invariant: the gradient of every rank's share is that of the sum, which all ranks have."""
-
-    @staticmethod
-    def forward(ctx: Any, share: Tensor, group: dist.ProcessGroup) -> Tensor:
-        total = share.contiguous().clone()
-        dist.all_reduce(total, group=group)
-        return total
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        return grads[0], None
-
-
-class _SumOfGradients(torch.autograd.Function):
-    """What all ranks have alike. Invariant: its gradient is the sum of what each rank's work gives, on every rank."""
-
-    @staticmethod
-    def forward(ctx: Any, shared: Tensor, group: dist.ProcessGroup) -> Tensor:
-        ctx.group = group
-        return shared.view_as(shared)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        total = grads[0].contiguous().clone()
-        dist.all_reduce(total, group=ctx.group)
-        return total, None

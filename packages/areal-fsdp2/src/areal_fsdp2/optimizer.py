@@ -62,7 +62,7 @@ class Optimizer:
         eps: float,
         device: torch.device,
         stages: dist.ProcessGroup | None = None,
-        copies: Sequence[nn.Parameter] = (),
+        copies: Sequence[Tensor] = (),
     ) -> None:
         """`stages`: the ranks that hold the other layers of this rank's part of a pipeline; `copies`: parameters that
         another stage has too and counts."""

@@ -133,7 +133,7 @@ def parts_of(module: nn.Module) -> list[Part]:
         part
         for name, parameter in module.named_parameters()
         for region in regions(name, tuple(parameter.shape))
-        if (part := _part(region, parameter)) is not None
+        if (part := part_of(region, parameter)) is not None
     ]
 
 
@@ -181,7 +181,8 @@ def local(parameter: Tensor) -> Tensor:
     return parameter._local_tensor.detach() if isinstance(parameter, DTensor) else parameter.detach()
 
 
-def _part(region: Region, parameter: Tensor) -> Part | None:
+def part_of(region: Region, parameter: Tensor) -> Part | None:
+    """Return what this rank holds of a region of a parameter, or of its gradient; None for nothing."""
     start: list[int] = []
     within: list[slice] = []
     for (low, size), (own_low, own_size) in zip(region.box, own_box(parameter), strict=True):
