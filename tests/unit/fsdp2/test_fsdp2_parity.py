@@ -117,6 +117,7 @@ def test_loss_and_gradients_are_those_of_one_device(
         pytest.param({"pp": 2, "cpu_offload": True}, {"activation_checkpointing": True}, id="stages"),
         pytest.param({}, {"micro_batch_tokens": 10_000}, id="one-micro-batch"),
         pytest.param({}, {"micro_batch_tokens": 1}, id="a-row-at-a-time"),
+        pytest.param({"sp": 4}, {"micro_batch_tokens": 1}, id="rows-shorter-than-the-ranks"),
     ],
 )
 def test_how_memory_is_saved_changes_nothing(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
+from weakref import WeakSet
 
 import torch
 import torch.distributed as dist
@@ -20,11 +21,12 @@ from areal_fsdp2.model import PackedModel, make_model
 from areal_fsdp2.optimizer import Optimizer
 from areal_fsdp2.options import Fsdp2Options
 from areal_fsdp2.passes import Passes
+from areal_fsdp2.probing import check_packing
 from areal_fsdp2.publishing import Publishing
 from areal_fsdp2.reference import FrozenReference
 from areal_fsdp2.shards import Shards, parts_of
 
-_STARTED: set[int] = set()
+_STARTED: WeakSet[Fsdp2Backend] = WeakSet()
 """The backends of this process that use its process group; the last one that closes gives it back."""
 
 
@@ -54,10 +56,11 @@ class Fsdp2Backend:
         context = self._context
         folder = loading.folder_of(context.model.path)
         self._mesh = Mesh(context, self._options.dimensions(context.devices, context.model))
-        _STARTED.add(id(self))
+        _STARTED.add(self)
         model = make_model(context, self._options, self._mesh, folder)
         parts = parts_of(model.module)
         loading.read(parts, folder, model.optional)
+        check_packing(model, context, self._mesh.device)
         self._shards = Shards(parts, context.model.dtype)
         self._publishing = Publishing(self._shards, context.rank)
         self._passes = Passes(model, self._mesh, context.training.micro_batch_tokens)
@@ -173,8 +176,8 @@ class Fsdp2Backend:
         if self._publishing is not None:
             self._publishing.close()
         self._model = None
-        if id(self) in _STARTED:
-            _STARTED.discard(id(self))
+        if self in _STARTED:
+            _STARTED.discard(self)
             if not _STARTED:
                 leave()
 
