@@ -64,7 +64,10 @@ class Fsdp2Backend:
         self._shards = Shards(parts, context.model.dtype)
         self._publishing = Publishing(self._shards, context.rank)
         self._passes = Passes(model, self._mesh, context.training.micro_batch_tokens)
-        self._optimizer = Optimizer(model, context.training, self._options.adam_eps, self._mesh.device)
+        stages = self._mesh.group("pp") if self._mesh.dimensions.pp > 1 else None
+        self._optimizer = Optimizer(
+            model, context.training, self._options.adam_eps, self._mesh.device, stages, model.uncounted()
+        )
         self._tokenizer = loading.tokenizer_of(folder)
         self._model = model
 
