@@ -39,7 +39,7 @@ async def spawned(tmp_path: Path, recipe: dict[str, Any]) -> dict[str, WorkerSpe
     resolved, recorder = resolve(config, discover()), Recorder()
     workers = Workers(resolved, config.model, cast(Cluster, recorder), RunFolder(tmp_path), ())
     workers.model_is_there.set()
-    await workers.trainer("trainer-0")
+    await workers.trainer("trainer-0", 0)
     await workers.engine("engine-0")
     await workers.rollout("rollout-0")
     return {spec.kind: spec for spec in recorder.specs}
@@ -107,7 +107,7 @@ async def test_on_a_shared_device_each_has_half_of_it_in_one_place_and_all_cores
     assert room == Room(kind="trainer", resources=trainer, count=1, least=1, beside={"engine": engine})
     assert room.whole == {"train": 1.0, "infer": 1.0, "GPU": 1.0}
     workers.model_is_there.set()
-    await workers.trainer("trainer-0")
+    await workers.trainer("trainer-0", 0)
     await workers.engine("engine-0")
     assert [spec.resources for spec in holder.specs] == [trainer, engine]
     assert {spec.environment["OMP_NUM_THREADS"] for spec in holder.specs} == {str(CORES)}

@@ -36,6 +36,8 @@ class Trainer:
             raise self.failure
         (Path(path) / "optimizer").write_text("state")
 
+    async def finish_save(self) -> None: ...
+
 
 @pytest.fixture
 def journal(tmp_path: Path) -> Iterator[Journal]:

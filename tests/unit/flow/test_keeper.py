@@ -50,9 +50,11 @@ class Trainer: ...
 class Site:
     """A keeper with real handles of an inline cluster. Invariant: `refused` is what the next spawns raise."""
 
-    def __init__(self, *, most_lost: int = 10, hang_timeout_s: float = 60.0, **bounds: Bounds) -> None:
+    def __init__(
+        self, *, most_lost: int = 10, hang_timeout_s: float = 60.0, num_ranks: int = 1, **bounds: Bounds
+    ) -> None:
         self.cluster = InlineCluster(Options(), "")
-        self.seat = TrainerSeat(self.spawner("Trainer"))
+        self.seat = TrainerSeat(self.spawner("Trainer"), num_ranks)
         self.crew = Crew(self.spawner("Rollout"), 5.0)
         self.fleet = Fleet(self.spawner("Engine"), self.crew.use_engines)
         self.refused: list[WorkerFailed] = []
@@ -77,8 +79,8 @@ class Site:
             listener=self,
         )
 
-    def spawner(self, worker: str) -> Callable[[str], Any]:
-        async def spawn(name: str) -> Handle:
+    def spawner(self, worker: str) -> Callable[..., Any]:
+        async def spawn(name: str, rank: int = 0) -> Handle:
             if self.refused and worker != "Trainer":
                 raise self.refused.pop(0)
             return await self.cluster.spawn(WorkerSpec(name=name, kind="x", factory=f"{__name__}:{worker}"))
@@ -137,12 +139,11 @@ async def test_a_dead_trainer_wakes_whoever_waits_and_is_nobody_elses() -> None:
     site = Site()
 
     async def scene() -> None:
-        assert site.seat.handle is not None
-        await site.seat.handle.kill()
+        await site.seat.ranks["trainer-0"].kill()
         await until(lambda: site.num_changes)
 
     await site.play(scene)
-    assert site.seat.handle is None and not site.said, "who goes back to the checkpoint says so"
+    assert not site.seat.ranks and not site.said, "who goes back to the checkpoint says so"
 
 
 async def test_a_trainer_is_counted_and_waits_longer_when_it_keeps_dying() -> None:
