@@ -84,7 +84,11 @@ class Shards:
     def own(self) -> Iterator[tuple[str, Tensor]]:
         """Yield (HF name, tensor) for each of this rank's `pieces`, in their order."""
         for piece in self.pieces[dist.get_rank()]:
-            yield self.tensors[piece.tensor].name, self._views[piece.tensor, piece.start]
+            yield self.tensors[piece.tensor].name, self.view(piece)
+
+    def view(self, piece: Piece) -> Tensor:
+        """Return one of this rank's pieces."""
+        return self._views[piece.tensor, piece.start]
 
     def gathered(self) -> Iterator[tuple[str, Tensor]]:
         """Yield (HF name, whole tensor) on rank 0, one at a time; on other ranks send what it needs and yield nothing.
@@ -102,14 +106,14 @@ class Shards:
             else:
                 for owner, piece in boxes:
                     if owner == rank:
-                        dist.send(self._views[piece.tensor, piece.start].contiguous(), 0)
+                        dist.send(self.view(piece).contiguous(), 0)
 
     def _assembled(self, spec: TensorSpec, boxes: Sequence[tuple[int, Piece]]) -> Tensor:
         sample = self.parts[0].view
         whole = torch.empty(spec.shape, dtype=sample.dtype, device=sample.device)
         for owner, piece in boxes:
             if owner == 0:
-                whole[piece.box] = self._views[piece.tensor, piece.start]
+                whole[piece.box] = self.view(piece)
             else:
                 arrived = torch.empty(piece.shape, dtype=sample.dtype, device=sample.device)
                 dist.recv(arrived, owner)
@@ -129,12 +133,13 @@ class Shards:
 
 def parts_of(module: nn.Module) -> list[Part]:
     """Return what this rank holds of each parameter of a Hugging Face module, tied ones once, empty parts left out."""
-    return [
-        part
-        for name, parameter in module.named_parameters()
-        for region in regions(name, tuple(parameter.shape))
-        if (part := _part(region, parameter)) is not None
-    ]
+    return [part for name, parameter in module.named_parameters() for part in parts_of_parameter(name, parameter)]
+
+
+def parts_of_parameter(name: str, parameter: Tensor) -> list[Part]:
+    """Return what this rank holds of a parameter, or of a tensor that is placed as it is."""
+    found = (_part(region, parameter) for region in regions(name, tuple(parameter.shape)))
+    return [part for part in found if part is not None]
 
 
 def regions(name: str, shape: tuple[int, ...]) -> list[Region]:
