@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -14,10 +15,11 @@ from areal.contracts.messages import Batch
 from areal.contracts.specs import BackendContext
 from areal.contracts.transfer import Layout, Receipt, Transfer, local_host
 from areal.errors import ConfigError, WorkerFailed
-from areal_fsdp2 import loading, state
+from areal_fsdp2 import loading, lora, state
 from areal_fsdp2.boxes import Kinds
 from areal_fsdp2.checkpoint import Checkpoints, Export
 from areal_fsdp2.export import stage
+from areal_fsdp2.lora import Adapters
 from areal_fsdp2.mesh import Mesh, leave
 from areal_fsdp2.model import PackedModel, make_model
 from areal_fsdp2.optimizer import Optimizer
@@ -49,6 +51,7 @@ class Fsdp2Backend:
         self._reference: FrozenReference | None = None
         self._publishing: Publishing | None = None
         self._checkpoints: Checkpoints | None = None
+        self._adapters: Adapters | None = None
         self._mesh: Mesh
         self._shards: Shards
         self._passes: Passes
@@ -63,8 +66,13 @@ class Fsdp2Backend:
         _STARTED.add(id(self))
         model = make_model(context, self._options, self._mesh, folder)
         parts = parts_of(model.module)
-        loading.read(parts, folder, model.optional)
-        self._shards = Shards(parts, context.model.dtype)
+        loading.read([part for part in parts if not lora.is_adapter(part.name)], folder, model.optional)
+        if self._options.lora is None:
+            self._shards = Shards(parts, context.model.dtype)
+        else:
+            lora.initialise(model.module, context.seed)
+            self._adapters = Adapters(model.module, parts, self._options.lora, context.model.dtype)
+            self._shards = self._adapters.published
         self._publishing = Publishing(self._shards, context.rank)
         self._passes = Passes(model, self._mesh, context.training.micro_batch_tokens)
         self._optimizer = Optimizer(model, context.training, self._options.adam_eps, self._mesh.device)
@@ -126,6 +134,7 @@ class Fsdp2Backend:
             dtype=self._context.model.dtype,
             tensors=self._shards.tensors,
             pieces=self._shards.pieces if dimensions.world > 1 else (),
+            adapter=None if self._adapters is None else self._adapters.adapter,
         )
 
     def send(self, transfer: Transfer) -> Receipt:
@@ -144,7 +153,7 @@ class Fsdp2Backend:
             "random": state.random_state(self._mesh.device),
         }
         assert self._checkpoints is not None
-        self._checkpoints.save(Path(path), self._kinds(), rest, [self._export(model)])
+        self._checkpoints.save(Path(path), self._kinds(), rest, self._exports(model))
 
     def finish_save(self) -> None:
         """Wait until the last `save` is whole on disk; JournalError where it cannot be written."""
@@ -181,14 +190,24 @@ class Fsdp2Backend:
             kinds["reference"] = [replace(part, view=view) for part, view in zip(parts, kept, strict=True)]
         return kinds
 
-    def _export(self, model: PackedModel) -> Export:
+    def _exports(self, model: PackedModel) -> list[Export]:
+        """Return the folders beside the checkpoint: the model, and what of it is LoRA's."""
         dtype: torch.dtype = getattr(torch, self._context.model.dtype)
-        return Export(
-            folder="model",
-            stem="model",
-            weights=stage(self._shards),
-            describe=lambda folder: state.describe(model, self._tokenizer, dtype, folder),
-        )
+        adapters = self._adapters
+        weights = stage(self._shards if adapters is None else adapters.merged)
+        exports = [Export("model", weights, lambda folder: state.describe(model, self._tokenizer, dtype, folder))]
+        if adapters is not None:
+            base = self._context.model.path
+            exports.append(
+                Export(
+                    "adapter",
+                    stage(adapters.alone),
+                    lambda folder: adapters.describe(folder, base),
+                    stem="adapter_model",
+                    max_bytes=sys.maxsize,  # PEFT reads one file
+                )
+            )
+        return exports
 
     def interrupt(self) -> None:
         """Make the `send` that runs wait no longer for receivers that are gone, where the resharder can."""

@@ -31,16 +31,18 @@ CLOSE_S = 60.0
 Found = TypeVar("Found")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class Export:
     """A folder of weights beside the checkpoint. Invariant: later updates do not change it."""
 
     folder: str
-    stem: str
-    """How its safetensors files are called."""
     weights: Staged
     describe: Callable[[Path], None]
     """Write what is no weight into the folder; called on rank 0."""
+    stem: str = "model"
+    """How its safetensors files are called."""
+    max_bytes: int = export.MAX_FILE_BYTES
+    """Of one of its files."""
 
 
 class Saved(Protocol):
@@ -137,7 +139,7 @@ class Checkpoints:
         problem: OSError | None = None
         for found in self._exports:
             try:
-                export.write(found.weights, _new(self._path / found.folder), found.stem, self._group)
+                export.write(found.weights, _new(self._path / found.folder), found.stem, self._group, found.max_bytes)
             except OSError as error:
                 problem = problem or error
         if problem is not None:

@@ -76,7 +76,7 @@ def files_of(tensors: Sequence[TensorSpec], stem: str, max_bytes: int) -> list[F
     ]
 
 
-def write(staged: Staged, folder: Path, stem: str, group: dist.ProcessGroup, max_bytes: int = MAX_FILE_BYTES) -> None:
+def write(staged: Staged, folder: Path, stem: str, group: dist.ProcessGroup, max_bytes: int) -> None:
     """Write the files of all tensors into a folder that is there; all ranks call it, with a gloo group of all.
 
     Raises OSError of this rank's own files, after it has done its part for the others'.

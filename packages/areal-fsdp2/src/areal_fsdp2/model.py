@@ -14,7 +14,7 @@ from areal.algorithms.update.logprobs import token_logprobs
 from areal.algorithms.update.packing import Packed
 from areal.contracts.specs import AmpSpec, BackendContext, TrainingSpec
 from areal.errors import WorkerFailed
-from areal_fsdp2 import loading
+from areal_fsdp2 import loading, lora
 from areal_fsdp2.mesh import Mesh
 from areal_fsdp2.options import Fsdp2Options
 
@@ -93,6 +93,8 @@ def layers_of(module: nn.Module) -> nn.ModuleList:
 def make_model(context: BackendContext, options: Fsdp2Options, mesh: Mesh, folder: Any) -> PackedModel:
     """Return the model of a role, spread over the mesh, with memory that is not filled yet."""
     model = _on_meta(context, mesh, folder)
+    if options.lora is not None:
+        lora.inject(model.module, options.lora, model.optional)
     if context.training.activation_checkpointing:
         _checkpoint_activations(model.module)
     shard(model, context.training, mesh, cpu_offload=options.cpu_offload)

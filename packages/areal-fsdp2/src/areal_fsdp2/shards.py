@@ -21,6 +21,8 @@ from torch.distributed.tensor.placement_types import Placement
 from areal.contracts.transfer import Piece, TensorSpec
 from areal.errors import WorkerFailed
 
+ADAPTER_PREFIX = "base_model.model."
+"""How PEFT's files begin the names of LoRA factors."""
 Box = tuple[tuple[int, int], ...]
 """First index and size along each dimension."""
 
@@ -144,6 +146,7 @@ def parts_of_parameter(name: str, parameter: Tensor) -> list[Part]:
 
 def regions(name: str, shape: tuple[int, ...]) -> list[Region]:
     """Return the checkpoint's tensors that make up a parameter: itself, or the experts that are stacked in it."""
+    name = _file_name(name)
     stacked = re.fullmatch(r"(.*\.experts)\.(gate_up_proj|down_proj)", name)
     if stacked is None or len(shape) != 3:
         return [Region(name, tuple((0, size) for size in shape))]
@@ -155,6 +158,13 @@ def regions(name: str, shape: tuple[int, ...]) -> list[Region]:
         for expert in range(shape[0])
         for number, half in enumerate(halves)
     ]
+
+
+def _file_name(name: str) -> str:
+    """Return what files call a parameter of a module that may have LoRA in it."""
+    if ".lora_" in name:
+        return ADAPTER_PREFIX + name.replace(".default.", ".")
+    return name.replace(".base_layer.", ".")
 
 
 def own_box(parameter: Tensor) -> Box:
