@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from areal.contracts.component import Component
@@ -19,3 +21,17 @@ class Fsdp2Conformance(OnRanks, BackendConformance):
 
 class TestDataParallel(Fsdp2Conformance):
     pass
+
+
+class TestTensorParallel(Fsdp2Conformance):
+    hidden = 128  # two key-value heads
+
+    @pytest.fixture
+    def options(self) -> dict[str, Any]:
+        return {"tp": 2}
+
+
+class TestSequenceParallel(Fsdp2Conformance):
+    @pytest.fixture
+    def options(self) -> dict[str, Any]:
+        return {"sp": 2}

@@ -59,7 +59,7 @@ def test_nothing_works_before_start(path: str) -> None:
 
 
 def test_options_are_checked() -> None:
-    for table in ({"logits_mb": 0}, {"adam_eps": -1}, {"adam_epsilon": 1e-8}):
+    for table in ({"adam_eps": -1}, {"adam_epsilon": 1e-8}):
         with pytest.raises(ValidationError):
             TorchBackendOptions.model_validate(table)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from math import gcd
 from pathlib import Path
 from typing import Any
 
@@ -59,19 +60,25 @@ def shape_of(model: ModelSpec) -> Shape | None:
     )
 
 
-def chosen(said: Dimensions, devices: TrainerDevices, *, is_moe: bool) -> Dimensions:
+def chosen(said: Dimensions, devices: TrainerDevices, shape: Shape | None, *, is_moe: bool) -> Dimensions:
     """Fill in sizes that the options leave open (0) from what the recipe says about parallelism."""
     way = devices.layers.other if is_moe else devices.parallel
     rest = max(1, devices.world_size // (said.sp * said.replicate * max(1, said.tp) * max(1, said.pp)))
     tp, pp = said.tp or 1, said.pp or 1
     if said.tp == 0 and way == "tp":
-        # Experts need data ranks to be shared out over: at least as many as there are slices.
-        tp = max(t for t in divisors(rest) if not is_moe or t * t <= rest)
+        tp = _slices_beside_experts(rest, said.ep, shape) if is_moe else rest
     elif said.pp == 0 and way == "pp":
         pp = rest
-    dp = devices.world_size // (tp * pp * said.sp)
-    ep = said.ep or (max(1, dp // said.replicate) if is_moe and devices.layers.expert == "dp" else 1)
-    return replace(said, tp=tp, pp=pp, ep=ep)
+    shard = max(1, devices.world_size // (tp * pp * said.sp * said.replicate))
+    shares = gcd(shard, shape.experts) if shape is not None and shape.experts else shard
+    return replace(said, tp=tp, pp=pp, ep=said.ep or (shares if is_moe and devices.layers.expert == "dp" else 1))
+
+
+def _slices_beside_experts(ranks: int, ep: int, shape: Shape | None) -> int:
+    """Return the most slices that leave at least as many data ranks, to share experts out over."""
+    heads = 0 if shape is None else shape.kv_heads
+    fits = [t for t in divisors(ranks) if t * t <= ranks and heads % t == 0 and ranks // t % max(1, ep) == 0]
+    return max(fits, default=1)
 
 
 def problem_of(wanted: Dimensions, world: int, shape: Shape | None) -> str:
@@ -112,9 +119,14 @@ def _misfits(wanted: Dimensions, shape: Shape) -> Iterator[str]:
     for name, size in (("attention heads", shape.heads), ("key-value heads", shape.kv_heads)):
         if size % wanted.tp:
             yield f"tp {wanted.tp} does not divide the model's {size} {name}; use {_near(wanted.tp, size)}"
-        elif size // wanted.tp % wanted.sp:
-            left = size // wanted.tp
-            yield f"sp {wanted.sp} does not divide the {left} {name} of each rank; use {_near(wanted.sp, left)}"
+            return
+    heads, kv_heads = shape.heads // wanted.tp, shape.kv_heads // wanted.tp
+    if heads % wanted.sp or (kv_heads and kv_heads % wanted.sp and wanted.sp % kv_heads):
+        fits = [d for d in divisors(heads) if kv_heads % d == 0 or d % kv_heads == 0]
+        yield (
+            f"sp {wanted.sp} does not divide the {heads} attention heads of each rank, or does not fit its {kv_heads} "
+            f"key-value heads; use {_next_to(wanted.sp, fits)}"
+        )
     if wanted.pp > shape.layers > 0:
         yield f"pp {wanted.pp} is more than the model's {shape.layers} layers; use at most pp {shape.layers}"
     if wanted.ep > 1 and not shape.experts:
@@ -130,8 +142,11 @@ def divisors(number: int) -> list[int]:
 
 
 def _near(asked: int, number: int) -> str:
-    """Return the divisors next to `asked`, below and above, in words."""
-    known = divisors(number)
+    """Return in words the divisors next to `asked`, below and above."""
+    return _next_to(asked, divisors(number))
+
+
+def _next_to(asked: int, known: list[int]) -> str:
     below, above = [d for d in known if d <= asked], [d for d in known if d > asked]
     return " or ".join(str(d) for d in (*below[-1:], *above[:1]))
 

@@ -10,16 +10,17 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from transformers import AutoModelForCausalLM, AutoModelForTokenClassification, PreTrainedModel
 
-from areal.algorithms.update.logprobs import token_logprobs
+from areal.algorithms.update.logprobs import head_logprobs, logit_scaling
 from areal.algorithms.update.packing import Packed
 from areal.contracts.specs import AmpSpec, BackendContext, TrainingSpec
 from areal.errors import WorkerFailed
-from areal_fsdp2 import loading, lora
+from areal_fsdp2 import loading, lora, sequence
 from areal_fsdp2.mesh import Mesh
 from areal_fsdp2.options import Fsdp2Options
+from areal_fsdp2.plans import own_slice, slice_model
+from areal_fsdp2.sequence import Stretch
 
 AMP_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
-MAX_ROWS = 4096
 
 
 class PackedModel(nn.Module, ABC):
@@ -50,25 +51,44 @@ class PackedModel(nn.Module, ABC):
         The number is its logprob, or a critic's value of the state before it; with gradient if grad is enabled.
         """
         with torch.autocast(self._mesh.device.type, AMP_DTYPES[self._amp.dtype], enabled=self._amp.enabled):
-            hidden = self.module.base_model(
-                input_ids=packed.token_ids.unsqueeze(0),
-                position_ids=packed.positions.unsqueeze(0),
-                row_groups=packed.groups,
-                use_cache=False,
-            ).last_hidden_state
-            return self._numbers(hidden[0, packed.predictors], packed, temperature)
+            if self._mesh.dimensions.sp == 1:
+                hidden = self._hidden(packed.token_ids, packed.positions, row_groups=packed.groups)
+                return self._numbers(hidden[packed.predictors], packed.predictor, packed.targets, temperature)
+            return self._own_numbers(packed, Stretch.of(packed, self._mesh.group("sp")), temperature)
+
+    def _own_numbers(self, packed: Packed, stretch: Stretch, temperature: float) -> tuple[Tensor, Tensor]:
+        """Compute a stretch of the sequence and the numbers that it predicts; the ranks exchange these alone."""
+        ids, positions = stretch.own(packed.token_ids), stretch.own(packed.positions)
+        hidden = self._hidden(ids, positions, row_groups=packed.groups, stretch=stretch)
+        places, is_own, predictor = stretch.predictors(packed)
+        own = self._numbers(hidden[places], predictor[is_own], packed.targets[is_own], temperature)
+        return stretch.gathered(own, is_own)
+
+    def _hidden(self, token_ids: Tensor, positions: Tensor, **attention: Any) -> Tensor:
+        """Return the last hidden states [T, H]."""
+        output = self.module.base_model(
+            input_ids=token_ids.unsqueeze(0), position_ids=positions.unsqueeze(0), use_cache=False, **attention
+        )
+        return output.last_hidden_state[0]
 
     @abstractmethod
-    def _numbers(self, hidden: Tensor, packed: Packed, temperature: float) -> tuple[Tensor, Tensor]:
-        """Return what `forward` does, from the states of the predictors ([P, H])."""
+    def _numbers(self, hidden: Tensor, predictor: Tensor, targets: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
+        """Return what `forward` does, for `targets` [N] of the predictors' states [P, H]; `predictor` [N]: which."""
 
 
 class PolicyModel(PackedModel):
     """A causal language model. Invariant: logprobs are those of the model's own forward pass, row by row."""
 
-    def _numbers(self, hidden: Tensor, packed: Packed, temperature: float) -> tuple[Tensor, Tensor]:
-        head = cast(nn.Module, self.module.get_output_embeddings())
-        return token_logprobs(head, hidden, packed.predictor, packed.targets, temperature, MAX_ROWS)
+    def _numbers(self, hidden: Tensor, predictor: Tensor, targets: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
+        head = cast(nn.Linear, self.module.get_output_embeddings())
+        weight, bias = own_slice(head.weight), own_slice(head.bias)
+        scale, softcap = logit_scaling(self.config)
+        more: dict[str, Any] = {}
+        if self._mesh.dimensions.tp > 1:
+            more = {"vocab_start": self._mesh.place["tp"] * len(weight), "group": self._mesh.group("tp")}
+        return head_logprobs(
+            hidden, weight, predictor, targets, temperature, bias=bias, scale=scale, softcap=softcap, **more
+        )
 
 
 class CriticModel(PackedModel):
@@ -76,9 +96,9 @@ class CriticModel(PackedModel):
 
     optional = ("score.weight", "score.bias")
 
-    def _numbers(self, hidden: Tensor, packed: Packed, temperature: float) -> tuple[Tensor, Tensor]:
+    def _numbers(self, hidden: Tensor, predictor: Tensor, targets: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
         with torch.autocast(self._mesh.device.type, enabled=False):  # values are subtracted from each other
-            values = cast(nn.Module, self.module.score)(hidden.float())[packed.predictor, 0]
+            values = cast(nn.Module, self.module.score)(hidden.float())[predictor, 0]
         return values, torch.zeros_like(values)
 
 
@@ -95,6 +115,10 @@ def make_model(context: BackendContext, options: Fsdp2Options, mesh: Mesh, folde
     model = _on_meta(context, mesh, folder)
     if options.lora is not None:
         lora.inject(model.module, options.lora, model.optional)
+    if mesh.dimensions.sp > 1:
+        model.module.set_attn_implementation(sequence.NAME)
+    if mesh.dimensions.tp > 1:
+        slice_model(model.module, model.layers, mesh.tp)
     if context.training.activation_checkpointing:
         _checkpoint_activations(model.module)
     shard(model, context.training, mesh, cpu_offload=options.cpu_offload)

@@ -83,4 +83,5 @@ class Fsdp2Options(DistributedOptions):
     def _wanted(self, devices: TrainerDevices, model: ModelSpec, shape: Shape | None) -> Dimensions:
         """Return what the recipe asks for; `shard` is left open (1)."""
         said = Dimensions(pp=self.pp, replicate=self.replicate, sp=self.sp, tp=self.tp, ep=self.ep)
-        return chosen(said, devices, is_moe=model.type == "moe" or (shape is not None and shape.experts > 0))
+        is_moe = model.type == "moe" or (shape is not None and shape.experts > 0)
+        return chosen(said, devices, shape, is_moe=is_moe)

@@ -140,7 +140,7 @@ def parts_of(module: nn.Module) -> list[Part]:
 
 def parts_of_parameter(name: str, parameter: Tensor) -> list[Part]:
     """Return what this rank holds of a parameter, or of a tensor that is placed as it is."""
-    found = (_part(region, parameter) for region in regions(name, tuple(parameter.shape)))
+    found = (part_of(region, parameter) for region in regions(name, tuple(parameter.shape)))
     return [part for part in found if part is not None]
 
 
@@ -196,7 +196,8 @@ def local(parameter: Tensor) -> Tensor:
     return parameter._local_tensor.detach() if isinstance(parameter, DTensor) else parameter.detach()
 
 
-def _part(region: Region, parameter: Tensor) -> Part | None:
+def part_of(region: Region, parameter: Tensor) -> Part | None:
+    """Return what this rank holds of a region of a parameter, or of its gradient; None for nothing."""
     start: list[int] = []
     within: list[slice] = []
     for (low, size), (own_low, own_size) in zip(region.box, own_box(parameter), strict=True):

@@ -47,8 +47,8 @@ class BackendConformance(BackendOffload, BackendRoles, BackendTraining):
     def test_the_layout_names_every_parameter_once(
         self, start: Callable[..., Backend], tmp_path: Path, tied: bool
     ) -> None:
-        layout = start(tiny_model(tmp_path, tied=tied), dtype="bfloat16").layout()
-        expected = {name: tuple(p.shape) for name, p in tiny_module(tied=tied).named_parameters()}
+        layout = start(tiny_model(tmp_path, tied=tied, hidden=self.hidden), dtype="bfloat16").layout()
+        expected = {name: tuple(p.shape) for name, p in tiny_module(tied=tied, hidden=self.hidden).named_parameters()}
         assert {spec.name: spec.shape for spec in layout.tensors} == expected
         assert len(layout.tensors) == len(expected)
         assert {spec.dtype for spec in layout.tensors} | {layout.dtype} == {"bfloat16"}
@@ -59,7 +59,7 @@ class BackendConformance(BackendOffload, BackendRoles, BackendTraining):
     ) -> None:
         backend = start(learning_rate=1e-3)
         first = publish(backend)
-        original = dict(tiny_module(vocab=64).named_parameters())
+        original = dict(tiny_module(vocab=64, hidden=self.hidden).named_parameters())
         assert {name: checksum(tensor) for name, tensor in original.items()} == first.receipt.checksums
         backend.train_step(batch_of(sample_rows()), Sft())
         second = publish(backend)

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from itertools import count
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import pytest
 
@@ -63,10 +63,13 @@ class BackendFixtures:
         """Return the function that makes a backend, not started yet."""
         return lambda context: component.load()(component.parse_options(options), context)
 
+    hidden: ClassVar[int] = 64
+    """Width of the models, a multiple of 64; there is a key-value head for each 64."""
+
     @pytest.fixture(scope="class")
     @classmethod
     def model_path(cls, tmp_path_factory: Any) -> str:
-        return tiny_model(tmp_path_factory.mktemp("model"), vocab=VOCAB)
+        return tiny_model(tmp_path_factory.mktemp("model"), vocab=VOCAB, hidden=cls.hidden)
 
     @pytest.fixture
     def start(

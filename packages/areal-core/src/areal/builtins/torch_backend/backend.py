@@ -25,8 +25,6 @@ from areal.contracts.specs import BackendContext
 from areal.contracts.transfer import Layout, Plan, Receipt, TensorSpec, Transfer, local_host
 from areal.errors import ConfigError, WorkerFailed
 
-BYTES_PER_LOGIT = 4
-
 
 class TorchBackend:
     """Any Hugging Face causal language model on one device, or a critic on its backbone.
@@ -57,8 +55,7 @@ class TorchBackend:
         if self._context.role == "critic":
             self._model = CriticModel(self._context, self._device)
         else:
-            max_logits = self._options.logits_mb * 2**20 // BYTES_PER_LOGIT
-            self._model = PolicyModel(self._context, self._device, max_logits)
+            self._model = PolicyModel(self._context, self._device)
         module = self._model.module
         self._optimizer = Optimizer(module, self._context.training, self._options.adam_eps, self._device)
         self._tokenizer = state.load_tokenizer(self._context.model.path)

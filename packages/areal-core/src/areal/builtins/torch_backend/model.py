@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, AutoModelForTokenClassification, PreTrainedModel
 
 from areal.algorithms.update import attention
-from areal.algorithms.update.logprobs import token_logprobs
+from areal.algorithms.update.logprobs import head_logprobs, logit_scaling
 from areal.algorithms.update.packing import Packed, pack
 from areal.builtins.loading import LOADING_ERRORS, first_line
 from areal.builtins.quiet import no_progress_bar
@@ -81,34 +81,27 @@ class PackedModel(ABC):
 class PolicyModel(PackedModel):
     """A causal language model. Invariant: logprobs are those of the model's own forward pass, row by row."""
 
-    def __init__(self, context: BackendContext, device: torch.device, max_logits: int) -> None:
-        """As `PackedModel`; `max_logits`: logits computed at once."""
-        self._max_logits = max_logits
-        super().__init__(context, device)
-
     def _load(self) -> PreTrainedModel:
         model, _ = _load(AutoModelForCausalLM, self._path)
         return model
 
     def _prepare(self) -> None:
-        self._head = _head(self.module, self._path)
-        self._max_rows = max(1, self._max_logits // self.module.config.get_text_config().vocab_size)
+        head = _head(self.module, self._path)
+        self._head = cast(nn.Linear, head)  # if it is more, `_check_packing` notices
+        self._scale, self._softcap = logit_scaling(self.module.config.get_text_config())
         self._check_packing()
 
     def _numbers(self, hidden: Tensor, packed: Packed, temperature: float) -> tuple[Tensor, Tensor]:
-        return token_logprobs(self._logits, hidden, packed.predictor, packed.targets, temperature, self._max_rows)
-
-    def _logits(self, hidden: Tensor) -> Tensor:
-        """Return the logits of hidden states as the model's own forward does; `_check_packing` compares them."""
-        logits = self._head(hidden)
-        config = self.module.config.get_text_config()
-        if scale := getattr(config, "logit_scale", None):
-            logits = logits * scale
-        if divisor := getattr(config, "logits_scaling", None):
-            logits = logits / divisor
-        if cap := getattr(config, "final_logit_softcapping", None):
-            logits = torch.tanh(logits / cap) * cap
-        return logits
+        return head_logprobs(
+            hidden,
+            self._head.weight,
+            packed.predictor,
+            packed.targets,
+            temperature,
+            bias=self._head.bias,
+            scale=self._scale,
+            softcap=self._softcap,
+        )
 
     @torch.no_grad()
     def _check_packing(self) -> None:

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-from pydantic import PositiveFloat, PositiveInt
+from pydantic import PositiveFloat
 
 from areal.contracts.options import Options
 
 
 class TorchBackendOptions(Options):
-    """Invariant: no option but `adam_eps` changes the update, beyond floating-point rounding."""
+    """Invariant: what other backends have too is in `training`, not here."""
 
     adam_eps: PositiveFloat = 1e-8
     """Added to the root of Adam's second moment."""
-    logits_mb: PositiveInt = 512
-    """Megabytes of float32 logits computed at once; a micro-batch that needs more computes its logits in pieces, and
-    once more in the backward pass."""

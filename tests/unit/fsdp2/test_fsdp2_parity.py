@@ -1,0 +1,112 @@
+"""Loss, logprobs and every gradient on four ranks are those of the single-device backend, whatever the mesh."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from fsdp2_probe import Mixed
+
+from areal.algorithms.update.tokens import token_batch
+from areal.builtins.torch_backend.backend import TorchBackend
+from areal.contracts.specs import BackendContext, ModelSpec, TrainerDevices, TrainingSpec
+from areal.testing.backend_fixtures import batch_of, row, sample_rows
+from areal.testing.engine_fixtures import HostCpu
+from areal.testing.models import tiny_module
+from areal.testing.ranks import Ranks, free_rendezvous
+
+pytestmark = pytest.mark.timeout(300)
+
+RANKS = 4
+# Token 0 pads: its embedding gets no gradient.
+BATCH = batch_of([*sample_rows(num_prompts=5), row([1, 0, 0, 9], [0, 7, 63])], temperature=0.8)
+
+
+@pytest.fixture(scope="module")
+def ranks() -> Iterator[Ranks]:
+    rendezvous = free_rendezvous()
+    ranks = Ranks(RANKS, "fsdp2_probe:Probe", lambda rank: (rank, rendezvous))
+    yield ranks
+    ranks.close()
+
+
+@pytest.fixture(scope="module")
+def context_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., BackendContext]:
+    """Return the context of a model with eight heads and four key-value heads; the folder is written once."""
+    paths: dict[str, str] = {}
+
+    def context(arch: Any, world_size: int = RANKS, **training: Any) -> BackendContext:
+        if arch not in paths:
+            paths[arch] = str(tmp_path_factory.mktemp(arch))
+            module = tiny_module(arch=arch, tied=arch == "qwen3", hidden=256)
+            for parameter in module.parameters():
+                # Logits of the size that trained models have, so that 1e-5 is more than their rounding.
+                parameter.data.mul_(0.3 if parameter.ndim > 1 else 1.0)
+            module.save_pretrained(paths[arch])
+        return BackendContext(
+            model=ModelSpec(path=paths[arch]),
+            training=TrainingSpec(**{"micro_batch_tokens": 100, "grad_clip": 0.0, **training}),
+            accelerator=HostCpu(),
+            seed=0,
+            devices=TrainerDevices(world_size=world_size, per_node=world_size),
+        )
+
+    return context
+
+
+@pytest.fixture(scope="module")
+def truth_of(context_of: Callable[..., BackendContext]) -> Callable[[str], tuple[Any, float, dict[str, Any]]]:
+    """Return logprobs, loss and gradients of the single-device backend."""
+    known: dict[str, Any] = {}
+
+    def truth(arch: str) -> tuple[Any, float, dict[str, Any]]:
+        if arch not in known:
+            backend = TorchBackend(None, context_of(arch, world_size=1))
+            backend.start()
+            logprobs, loss = backend.logprobs(BATCH), 0.0
+            totals = {"computed_tokens": BATCH.num_tokens, "computed_groups": 1}
+            for packed in backend._micro_batches(BATCH):
+                numbers, entropy = backend._started().token_numbers(packed, BATCH.temperature)
+                value, _ = Mixed().loss(numbers, token_batch(BATCH, packed, numbers.detach(), entropy, **totals))
+                value.backward()
+                loss += float(value.detach())
+            named = backend._started().module.named_parameters()
+            known[arch] = logprobs, loss, {name: p.grad.numpy() for name, p in named if p.grad is not None}
+        return known[arch]
+
+    return truth
+
+
+@pytest.mark.parametrize("arch", ["qwen3", "llama", "qwen2"])
+@pytest.mark.parametrize(
+    "options",
+    [
+        pytest.param({}, id="dp4"),
+        pytest.param({"replicate": 2}, id="replicate2-shard2"),
+        pytest.param({"tp": 4}, id="tp4"),
+        pytest.param({"sp": 4}, id="sp4"),
+        pytest.param({"tp": 2}, id="dp2-tp2"),
+        pytest.param({"sp": 2}, id="dp2-sp2"),
+        pytest.param({"tp": 2, "sp": 2}, id="tp2-sp2"),
+    ],
+)
+def test_loss_and_gradients_are_those_of_one_device(
+    ranks: Ranks, context_of: Callable[..., BackendContext], truth_of: Callable[..., Any], arch: str, options: Any
+) -> None:
+    answers = ranks.call("gradients", options, context_of(arch), BATCH)
+    check(answers, *truth_of(arch))
+
+
+def check(answers: list[Any], logprobs: Any, loss: float, gradients: dict[str, Any]) -> None:
+    assert all(answer[:2] == answers[0][:2] and answer[3] == answers[0][3] for answer in answers)
+    own_logprobs, statistics, found, norm = answers[0]
+    for mine, theirs in zip(own_logprobs, logprobs, strict=True):
+        assert mine == pytest.approx(theirs, abs=1e-5)
+    assert statistics["loss"] == pytest.approx(loss, abs=1e-5)
+    assert set(found) == set(gradients)
+    for name, gradient in gradients.items():
+        assert abs(found[name] - gradient).max() <= 1e-5, name
+    whole = torch.nn.utils.get_total_norm([torch.from_numpy(gradient) for gradient in gradients.values()])
+    assert norm == pytest.approx(float(whole), rel=1e-5) and norm > 0.1
