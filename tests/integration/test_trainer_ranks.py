@@ -17,8 +17,8 @@ from typing import Any
 import psutil
 import pytest
 import pytest_asyncio
-import toy_ranks
 import torch
+import toy_ranks
 from safetensors.torch import load_file
 
 from areal.cluster.ray import RayCluster, RayHandle, RayOptions
@@ -235,7 +235,7 @@ async def test_a_rank_that_fails_leaves_no_other_waiting(site: Site, monkeypatch
     monkeypatch.setattr("areal.flow.trainer.group.STRAGGLE_S", 2.0)
     site.options = toy_ranks.ToyOptions(broken_rank=0)
     began = time.monotonic()
-    with pytest.raises(ConfigError, match="^rank 0 is broken$"):
+    with pytest.raises(ConfigError, match=r"^rank 0 is broken$"):
         await site.started()
     assert time.monotonic() - began < DEADLINE_S
     assert not site.seat.ranks and not any(map(is_alive, site.pids.values()))
