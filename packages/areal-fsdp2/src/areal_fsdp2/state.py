@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from errno import EINVAL
 from io import BytesIO
 from pathlib import Path
 from typing import Any
@@ -9,7 +10,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from areal.errors import JournalError, WorkerFailed
+from areal.errors import JournalError, WorkerFailed, first_line
 from areal_fsdp2.export import sync
 from areal_fsdp2.model import PackedModel
 
@@ -51,10 +52,11 @@ def load_state(path: Path, *, is_mapped: bool = False) -> dict[str, Any]:
         )
     try:
         return torch.load(path, map_location="cpu", weights_only=True, mmap=is_mapped)
-    except (MemoryError, OSError) as error:  # nothing is wrong with the file
-        raise WorkerFailed(f"{str(path)!r} cannot be read: {error or type(error).__name__}") from error
     except Exception as error:  # torch.load raises whatever its unpickler meets
-        raise JournalError(f"{str(path)!r} is damaged ({error}); go on from an older checkpoint") from error
+        # In a file cut short it seeks to before the beginning; with other such errors nothing is wrong with the file.
+        if isinstance(error, MemoryError) or (isinstance(error, OSError) and error.errno != EINVAL):
+            raise WorkerFailed(f"{str(path)!r} cannot be read: {error or type(error).__name__}") from error
+        raise JournalError(f"{str(path)!r} is damaged ({first_line(error)}); go on from an older checkpoint") from error
 
 
 def random_state(device: torch.device) -> dict[str, torch.Tensor]:
