@@ -13,6 +13,7 @@ from torch import Tensor
 from areal.contracts.algorithm import Needs, TokenBatch
 from areal.contracts.messages import Batch, Group
 from areal.contracts.specs import BackendContext
+from areal.contracts.transfer import Layout, piece_name
 from areal_fsdp2.backend import Fsdp2Backend
 from areal_fsdp2.options import Fsdp2Options
 from areal_fsdp2.shards import part_of, regions
@@ -51,6 +52,13 @@ class Probe:
         found = _whole([(n, p.grad) for n, p in backend._model.module.named_parameters() if p.grad is not None])
         norm, _ = backend._optimizer.step(1e-3)
         return logprobs, statistics, found if self._rank == 0 else {}, norm
+
+    def pieces(self, options: dict[str, Any], context: BackendContext) -> tuple[Layout, dict[str, Any]]:
+        """Return the layout, and what this rank would send of it, by the pieces' names."""
+        backend = self._backend(options, context)
+        layout, own = backend.layout(), backend._shards.own()
+        names = [piece_name(layout.tensors[piece.tensor], piece) for piece in layout.pieces[self._rank]]
+        return layout, {name: tensor.numpy().copy() for name, (_, tensor) in zip(names, own, strict=True)}
 
     def _backend(self, options: dict[str, Any], context: BackendContext) -> Fsdp2Backend:
         context = replace(context, rank=self._rank, rendezvous=self._rendezvous)

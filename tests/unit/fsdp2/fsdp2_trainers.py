@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from areal.algorithms.grpo import Grpo
@@ -17,6 +18,7 @@ from areal.contracts.transfer import Layout
 from areal.testing.backend_fixtures import batch_of, sample_rows
 from areal.testing.engine_fixtures import HostCpu
 from areal.testing.ranks import Ranks, free_rendezvous
+from areal_fsdp2 import export
 from areal_fsdp2.backend import Fsdp2Backend
 from areal_fsdp2.options import Fsdp2Options
 
@@ -72,6 +74,29 @@ class Host:
             (name, piece.start, tensor.detach().clone().numpy())
             for piece, (name, tensor) in zip(layout.pieces[self._rank], layout.own(), strict=True)
         ]
+
+    def export(self, number: int, folder: str, max_bytes: int) -> set[str]:
+        """Write a Hugging Face folder of small files; return the names of those that this rank wrote."""
+        backend, written = self._held[number], set[str]()
+        write_file = export._write_file
+
+        def noting(path: Path, *args: Any) -> None:
+            written.add(path.name)
+            write_file(path, *args)
+
+        (found,) = backend._exports(backend._started())
+        if self._rank == 0:
+            Path(folder).mkdir()
+            found.describe(Path(folder))
+        dist.barrier()
+        export._write_file = noting
+        try:
+            assert backend._checkpoints is not None
+            export.write(found.weights, Path(folder), found.stem, backend._checkpoints._group, max_bytes)
+        finally:
+            export._write_file = write_file
+        dist.barrier()
+        return written
 
 
 class Trainer:

@@ -3,19 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from math import prod
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from fsdp2_probe import Mixed
+from safetensors import safe_open
 
 from areal.algorithms.update.tokens import token_batch
 from areal.builtins.torch_backend.backend import TorchBackend
 from areal.contracts.specs import BackendContext, ModelSpec, TrainerDevices, TrainingSpec
+from areal.contracts.transfer import piece_name
+from areal.errors import WorkerFailed
 from areal.testing.backend_fixtures import batch_of, row, sample_rows
 from areal.testing.engine_fixtures import HostCpu
 from areal.testing.models import tiny_module
 from areal.testing.ranks import Ranks, free_rendezvous
+from areal_fsdp2.backend import Fsdp2Backend
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -97,6 +103,57 @@ def test_loss_and_gradients_are_those_of_one_device(
 ) -> None:
     answers = ranks.call("gradients", options, context_of(arch), BATCH)
     check(answers, *truth_of(arch))
+
+
+@pytest.mark.parametrize(
+    ("options", "training"),
+    [
+        pytest.param({"tp": 2, "cpu_offload": True}, {}, id="offloaded"),
+        pytest.param({"tp": 2, "sp": 2}, {"activation_checkpointing": True}, id="checkpointed"),
+        pytest.param({}, {"micro_batch_tokens": 10_000}, id="one-micro-batch"),
+        pytest.param({}, {"micro_batch_tokens": 1}, id="a-row-at-a-time"),
+        pytest.param({"sp": 4}, {"micro_batch_tokens": 1}, id="rows-shorter-than-the-ranks"),
+    ],
+)
+def test_how_memory_is_saved_changes_nothing(
+    ranks: Ranks, context_of: Callable[..., BackendContext], truth_of: Callable[..., Any], options: Any, training: Any
+) -> None:
+    check(ranks.call("gradients", options, context_of("qwen3", **training), BATCH), *truth_of("qwen3"))
+
+
+@pytest.mark.parametrize("options", [{}, {"replicate": 2}, {"tp": 2}, {"sp": 2}], ids=str)
+def test_pieces_are_the_owners_boxes_of_the_weights(
+    ranks: Ranks, context_of: Callable[..., BackendContext], options: dict[str, Any]
+) -> None:
+    context = context_of("qwen3")
+    answers = ranks.call("pieces", options, context)
+    layout = answers[0][0]
+    assert all(answer[0] == layout for answer in answers)
+    assert (layout.num_ranks, layout.tensor_parallel) == (RANKS, options.get("tp", 1))
+    with safe_open(Path(context.model.path) / "model.safetensors", framework="np") as file:
+        weights = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - not a mapping
+    assert {spec.name: spec.shape for spec in layout.tensors} == {name: w.shape for name, w in weights.items()}
+    sizes = dict.fromkeys(weights, 0)
+    for rank, (_, sent) in enumerate(answers):
+        for piece in layout.pieces[rank]:
+            spec = layout.tensors[piece.tensor]
+            assert (sent[piece_name(spec, piece)] == weights[spec.name][piece.box]).all()
+            sizes[spec.name] += prod(piece.shape)
+    assert sizes == {name: w.size for name, w in weights.items()}
+    assert sum(bool(pieces) for pieces in layout.pieces) == (2 if "replicate" in options else RANKS)
+
+
+def test_one_rank_is_a_trainer_too(context_of: Callable[..., BackendContext], truth_of: Callable[..., Any]) -> None:
+    backend = Fsdp2Backend(None, context_of("qwen3", world_size=1))
+    backend.start()
+    for mine, theirs in zip(backend.logprobs(BATCH), truth_of("qwen3")[0], strict=True):
+        assert mine == pytest.approx(theirs, abs=1e-5)
+    assert backend.layout().pieces == ()
+    backend.close()
+    backend.close()
+    assert not torch.distributed.is_initialized()
+    with pytest.raises(WorkerFailed, match="start"):
+        backend.logprobs(BATCH)
 
 
 def check(answers: list[Any], logprobs: Any, loss: float, gradients: dict[str, Any]) -> None:

@@ -25,6 +25,7 @@ from areal_fsdp2.model import PackedModel, make_model
 from areal_fsdp2.optimizer import Optimizer
 from areal_fsdp2.options import Fsdp2Options
 from areal_fsdp2.passes import Passes
+from areal_fsdp2.probing import check_packing
 from areal_fsdp2.publishing import Publishing
 from areal_fsdp2.reference import FrozenReference
 from areal_fsdp2.shards import Part, Shards, parts_of
@@ -67,12 +68,8 @@ class Fsdp2Backend:
         model = make_model(context, self._options, self._mesh, folder)
         parts = parts_of(model.module)
         loading.read([part for part in parts if not lora.is_adapter(part.name)], folder, model.optional)
-        if self._options.lora is None:
-            self._shards = Shards(parts, context.model.dtype)
-        else:
-            lora.initialise(model.module, context.seed)
-            self._adapters = Adapters(model.module, parts, self._options.lora, context.model.dtype)
-            self._shards = self._adapters.published
+        self._shards = self._published(model, parts)
+        check_packing(model, context, self._mesh.device)
         self._publishing = Publishing(self._shards, context.rank)
         self._passes = Passes(model, self._mesh, context.training.micro_batch_tokens)
         self._optimizer = Optimizer(model, context.training, self._options.adam_eps, self._mesh.device)
@@ -80,6 +77,15 @@ class Fsdp2Backend:
         self._checkpoints = Checkpoints(context.training.step_timeout_s)
         self._tokenizer = loading.tokenizer_of(folder)
         self._model = model
+
+    def _published(self, model: PackedModel, parts: list[Part]) -> Shards:
+        """Return what engines get; LoRA's factors come into being here."""
+        dtype = self._context.model.dtype
+        if self._options.lora is None:
+            return Shards(parts, dtype)
+        lora.initialise(model.module, self._context.seed)
+        self._adapters = Adapters(model.module, parts, self._options.lora, dtype)
+        return self._adapters.published
 
     def logprobs(self, batch: Batch) -> list[tuple[float, ...]]:
         """Return for each row [T] logprobs of its tokens (0 where loss_mask is False) under the current weights."""

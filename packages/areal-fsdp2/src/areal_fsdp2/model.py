@@ -103,11 +103,11 @@ class CriticModel(PackedModel):
 
 
 def layers_of(module: nn.Module) -> nn.ModuleList:
-    """Return the decoder layers of a Hugging Face module: its longest list of modules."""
+    """Return the decoder layers of a Hugging Face module: the list of modules that holds most of it."""
     lists = [part for part in module.modules() if isinstance(part, nn.ModuleList)]
     if not lists:
         raise WorkerFailed(f"{type(module).__name__} has no list of decoder layers; use another model")
-    return max(lists, key=len)
+    return max(lists, key=lambda found: sum(parameter.numel() for parameter in found.parameters()))
 
 
 def make_model(context: BackendContext, options: Fsdp2Options, mesh: Mesh, folder: Any) -> PackedModel:

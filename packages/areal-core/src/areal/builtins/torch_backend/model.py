@@ -11,18 +11,15 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, AutoModelForTokenClassification, PreTrainedModel
 
-from areal.algorithms.update import attention
+from areal.algorithms.update import attention, probe
 from areal.algorithms.update.logprobs import head_logprobs, logit_scaling
 from areal.algorithms.update.packing import Packed, pack
 from areal.builtins.loading import LOADING_ERRORS, first_line
 from areal.builtins.quiet import no_progress_bar
-from areal.contracts.messages import Row
 from areal.contracts.specs import AmpSpec, BackendContext
 from areal.errors import WorkerFailed
 
 AMP_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
-# Random tiny models have logprobs of about -4; what is not supported differs by far more.
-PROBE_TOLERANCE = 1e-3
 
 
 class PackedModel(ABC):
@@ -105,32 +102,20 @@ class PolicyModel(PackedModel):
 
     @torch.no_grad()
     def _check_packing(self) -> None:
-        """Refuse a model whose logprobs of packed rows are not those of its own forward pass, row by row.
-
-        Two rows with a common beginning: it shows state that leaks between rows, attention that does more than
-        this backend's, and unknown work behind the head.
-        """
-        vocab_size = self.module.config.get_text_config().vocab_size
-        rows = [_probe_row([t % vocab_size for t in ids]) for ids in ([1, 5, 9, 3, 7, 2], [1, 5, 9, 4, 8, 6, 2, 3, 5])]
+        """Refuse a model whose logprobs of packed rows are not those of its own forward pass, row by row."""
+        rows = probe.probe_rows(self.module.config.get_text_config().vocab_size)
         amp, self._amp = self._amp, AmpSpec()
         try:
-            own = [self._own_logprobs(row) for row in rows]
+            own = probe.own_logprobs(self.module, rows, self._device)
             self.module.set_attn_implementation(attention.NAME)
             packed, _ = self.token_numbers(pack(rows, range(len(rows)), self._device), 1.0)
-            distance = float((packed - torch.cat(own)).abs().max())
-        except (TypeError, ValueError, RuntimeError, AttributeError, KeyError, IndexError) as error:
+            complaint = probe.complaint(own, packed)
+        except probe.ERRORS as error:
             raise _unsupported(self._path, f"{type(error).__name__}: {first_line(error)}") from error
         finally:
             self._amp = amp
-        if not distance <= PROBE_TOLERANCE:
-            raise _unsupported(
-                self._path, f"its logprobs of packed rows are off by {distance:.1g} from those of single rows"
-            )
-
-    def _own_logprobs(self, row: Row) -> Tensor:
-        ids = torch.tensor(row.token_ids, device=self._device)
-        logits = self.module(input_ids=ids.unsqueeze(0), use_cache=False).logits[0, :-1].float()
-        return logits.log_softmax(-1).gather(-1, ids[1:].unsqueeze(-1)).squeeze(-1)
+        if complaint:
+            raise _unsupported(self._path, complaint)
 
 
 class CriticModel(PackedModel):
@@ -188,18 +173,6 @@ def _stop_dropout(module: nn.Module) -> None:
     for part in module.modules():
         if isinstance(part, nn.Dropout):
             part.p = 0.0
-
-
-def _probe_row(token_ids: list[int]) -> Row:
-    num_tokens = len(token_ids)
-    zeros = (0.0,) * num_tokens
-    return Row(
-        token_ids=tuple(token_ids),
-        loss_mask=(False,) + (True,) * (num_tokens - 1),
-        logprobs=zeros,
-        versions=(0,) * num_tokens,
-        advantages=zeros,
-    )
 
 
 def _unsupported(path: str, reason: str) -> WorkerFailed:
