@@ -32,12 +32,15 @@ TRAINING: dict[str, Any] = {
 }
 
 
-def context_of(path: str, num_ranks: int, dtype: Any = "float32", **training: Any) -> BackendContext:
+def context_of(
+    path: str, num_ranks: int, dtype: Any = "float32", role: Any = "actor", **training: Any
+) -> BackendContext:
     return BackendContext(
         model=ModelSpec(path=path, dtype=dtype),
         training=TrainingSpec(**{**TRAINING, **training}),
         accelerator=HostCpu(),
         seed=0,
+        role=role,
         devices=TrainerDevices(world_size=num_ranks, per_node=num_ranks),
     )
 

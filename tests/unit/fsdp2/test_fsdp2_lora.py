@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from areal.algorithms.grpo import Grpo
+from areal.algorithms.ppo import ValueLoss
 from areal.contracts.specs import ModelSpec, TrainerDevices, TrainingSpec
 from areal.contracts.transfer import Adapter
 from areal.errors import WorkerFailed
@@ -26,10 +27,6 @@ from areal_fsdp2.options import Fsdp2Options
 pytestmark = pytest.mark.timeout(300)
 
 LORA: dict[str, Any] = {"rank": 4, "alpha": 16, "target_modules": ("q_proj", "down_proj")}
-
-
-def loaded(trainer: Any, path: str) -> Mapping[str, torch.Tensor]:
-    return load_file(f"{path}/model.safetensors")
 
 
 def test_a_new_adapter_changes_nothing(two: Trainers, model_path: str) -> None:
@@ -116,6 +113,20 @@ def test_a_run_goes_on_from_a_checkpoint_on_more_ranks(
     # What is frozen is in the model's folder and not here again.
     frozen = sum(tensor.nbytes for tensor in load_file(f"{model_path}/model.safetensors").values())
     assert sum(path.stat().st_size for path in (tmp_path / "trainer").iterdir()) < frozen
+
+
+def test_a_critics_head_is_trained_too(two: Trainers, model_path: str, tmp_path: Path) -> None:
+    critic = two.start(model_path, {"lora": LORA}, role="critic")
+    rows = [replace(r, values=(0.0,) * len(r.token_ids), returns=r.advantages) for r in BATCHES[0].rows]
+    judged = replace(BATCHES[0], rows=tuple(rows))
+    losses = [critic.do("train_step", judged, ValueLoss(None))["loss"] for _ in range(3)]
+    assert losses[2] < losses[0]
+    critic.save(tmp_path)
+    head = load_file(tmp_path / "model" / "model.safetensors")["score.weight"]
+    assert head.abs().max() > 0
+    again = two.start(model_path, {"lora": LORA}, role="critic")
+    again.do("load", str(tmp_path))
+    assert again.do("values", judged) == critic.do("values", judged)
 
 
 def test_a_target_that_the_model_has_not_is_refused(two: Trainers, model_path: str) -> None:
