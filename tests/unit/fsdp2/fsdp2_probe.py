@@ -10,13 +10,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from areal.algorithms.update.regions import regions
 from areal.contracts.algorithm import Needs, TokenBatch
 from areal.contracts.messages import Batch, Group
 from areal.contracts.specs import BackendContext
 from areal.contracts.transfer import Layout, piece_name
 from areal_fsdp2.backend import Fsdp2Backend
 from areal_fsdp2.options import Fsdp2Options
-from areal_fsdp2.shards import part_of, regions
+from areal_fsdp2.shards import part_of
 
 
 class Mixed:

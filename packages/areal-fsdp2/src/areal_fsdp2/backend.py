@@ -6,6 +6,7 @@ import sys
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
+from weakref import WeakSet
 
 import torch
 
@@ -31,7 +32,7 @@ from areal_fsdp2.reference import FrozenReference
 from areal_fsdp2.shards import Part, Shards, parts_of
 from areal_fsdp2.trained import Trained
 
-_STARTED: set[int] = set()
+_STARTED: WeakSet[Fsdp2Backend] = WeakSet()
 """The backends of this process that use its process group; the last one that closes gives it back."""
 
 
@@ -64,7 +65,7 @@ class Fsdp2Backend:
         context = self._context
         folder = loading.folder_of(context.model.path)
         self._mesh = Mesh(context, self._options.dimensions(context.devices, context.model))
-        _STARTED.add(id(self))
+        _STARTED.add(self)
         model = make_model(context, self._options, self._mesh, folder)
         parts = parts_of(model.module)
         loading.read([part for part in parts if not lora.is_adapter(part.name)], folder, model.optional)
@@ -227,8 +228,8 @@ class Fsdp2Backend:
         if self._checkpoints is not None:
             self._checkpoints.close()
         self._model = None
-        if id(self) in _STARTED:
-            _STARTED.discard(id(self))
+        if self in _STARTED:
+            _STARTED.discard(self)
             if not _STARTED:
                 leave()
 

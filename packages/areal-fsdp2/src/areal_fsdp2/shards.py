@@ -1,12 +1,7 @@
-"""Which part of each Hugging Face tensor lies on which rank: the one map for loading, sending and saving.
-
-A parameter of the module need not be one tensor of the checkpoint: transformers stacks the experts of a layer, files
-hold them one by one. `regions` says how they correspond.
-"""
+"""Which part of each tensor of the checkpoint lies on which rank: the one map for loading, sending and saving."""
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from math import prod
@@ -18,28 +13,12 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.placement_types import Placement
 
+from areal.algorithms.update.regions import Box, Region, regions
 from areal.contracts.transfer import Piece, TensorSpec
 from areal.errors import WorkerFailed
 
 ADAPTER_PREFIX = "base_model.model."
 """How PEFT's files begin the names of LoRA factors."""
-Box = tuple[tuple[int, int], ...]
-"""First index and size along each dimension."""
-
-
-@dataclass(frozen=True, slots=True)
-class Region:
-    """One tensor of the checkpoint within a parameter. Invariant: regions of a parameter cover it once."""
-
-    name: str
-    """In the checkpoint."""
-    box: Box
-    """Where it lies in the parameter; there, dimensions of `index` have size 1 and are no dimensions of the tensor."""
-    index: tuple[int, ...] = ()
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        return tuple(size for axis, (_, size) in enumerate(self.box) if axis not in self.index)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -140,28 +119,12 @@ def parts_of(module: nn.Module) -> list[Part]:
 
 def parts_of_parameter(name: str, parameter: Tensor) -> list[Part]:
     """Return what this rank holds of a parameter, or of a tensor that is placed as it is."""
-    found = (part_of(region, parameter) for region in regions(name, tuple(parameter.shape)))
+    found = (part_of(region, parameter) for region in regions(file_name(name), tuple(parameter.shape)))
     return [part for part in found if part is not None]
 
 
-def regions(name: str, shape: tuple[int, ...]) -> list[Region]:
-    """Return the checkpoint's tensors that make up a parameter: itself, or the experts that are stacked in it."""
-    name = _file_name(name)
-    stacked = re.fullmatch(r"(.*\.experts)\.(gate_up_proj|down_proj)", name)
-    if stacked is None or len(shape) != 3:
-        return [Region(name, tuple((0, size) for size in shape))]
-    prefix, kind = stacked.groups()
-    halves = ["gate_proj", "up_proj"] if kind == "gate_up_proj" else ["down_proj"]
-    rows = shape[1] // len(halves)
-    return [
-        Region(f"{prefix}.{expert}.{half}.weight", ((expert, 1), (number * rows, rows), (0, shape[2])), index=(0,))
-        for expert in range(shape[0])
-        for number, half in enumerate(halves)
-    ]
-
-
-def _file_name(name: str) -> str:
-    """Return what files call a parameter of a module that may have LoRA in it."""
+def file_name(name: str) -> str:
+    """Return what files call a parameter of a module that may have LoRA in it; experts may be stacked in it."""
     if ".lora_" in name:
         return ADAPTER_PREFIX + name.replace(".default.", ".")
     return name.replace(".base_layer.", ".")

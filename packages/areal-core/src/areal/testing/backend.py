@@ -5,8 +5,9 @@
         def component(self) -> Component:
             return Component(name="mine", factory="my_package.mine:Mine")
 
-The kit trains tiny float32 models with one rank and compares with transformers, row by row. Give `backend_factory`
-instead of `component` when a backend needs more than its options and a `BackendContext`.
+The kit trains tiny float32 models with one rank, or with several (`areal.testing.backend_ranks.OnRanks`), and compares
+with transformers, row by row. Give `backend_factory` instead of `component` when a backend needs more than its options
+and a `BackendContext`.
 """
 
 from __future__ import annotations

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from areal.algorithms.update.packing import Packed, micro_batches, pack
+from areal.algorithms.update.regions import checkpoint_tensors
 from areal.algorithms.update.schedule import learning_rate as scheduled_rate
 from areal.algorithms.update.statistics import combined
 from areal.algorithms.update.tokens import token_batch
@@ -71,7 +72,9 @@ class TorchBackend:
     @torch.no_grad()
     def freeze_reference(self) -> None:
         """Keep a copy of the current weights (float32) as ``actor@0``."""
-        self._reference = FrozenReference([parameter.clone() for _, parameter in _weights(self._started())])
+        self._reference = FrozenReference(
+            [parameter.detach().clone() for parameter in self._started().module.parameters()]
+        )
 
     def reference_logprobs(self, batch: Batch) -> list[tuple[float, ...]]:
         """Return what `logprobs` does, under the weights of ``actor@0``."""
@@ -155,7 +158,7 @@ class TorchBackend:
         folder.mkdir(parents=True, exist_ok=True)
         state.save_model(module, self._tokenizer, self._dtype, folder / state.MODEL_FOLDER)
         everything = {
-            "weights": dict(module.named_parameters()),
+            "weights": dict(_weights(self._there())),
             "optimizer": self._optimizer.state_dict(),
             "num_updates": self._num_updates,
             "random": state.random_state(self._device),
@@ -226,5 +229,5 @@ class TorchBackend:
 
 
 def _weights(model: PackedModel) -> Iterator[tuple[str, Tensor]]:
-    for name, parameter in model.module.named_parameters():
-        yield name, parameter.detach()
+    for name, tensor in checkpoint_tensors(model.module.named_parameters()):
+        yield name, tensor.detach()

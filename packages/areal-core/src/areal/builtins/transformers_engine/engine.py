@@ -43,7 +43,9 @@ class TransformersEngine:
         accelerator, spec, options = self._context.accelerator, self._context.model, self._options
         self._model = CausalModel(spec, accelerator.name, options)
         self._batcher = Batcher(self._model, self._scheduler)
-        self._staging = Staging(self._context.name, self._model.parameters())
+        expected = self._model.expected()
+        has_views = any(tensor.is_meta for tensor in expected.values())
+        self._staging = Staging(self._context.name, expected, self._model.device if has_views else "")
         self._loop = asyncio.create_task(self._run(), name=f"{self._context.name} loop")
         return Layout(host=local_host(), collective=accelerator.collective, dtype=spec.dtype)
 

@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor, nn
 
+from areal.algorithms.update.regions import checkpoint_tensors
 from areal.builtins.moving import free_unused, move_module
 from areal.builtins.transformers_engine.cache import SlotCache
 from areal.builtins.transformers_engine.head import LmHead
@@ -48,9 +49,16 @@ class CausalModel:
         self.cache.to(device)
         free_unused(self.device)
 
-    def parameters(self) -> dict[str, nn.Parameter]:
-        """Return all parameters by name; tied ones stand under each of their names."""
-        return dict(self.module.named_parameters(remove_duplicate=False))
+    def parameters(self) -> dict[str, Tensor]:
+        """Return all weights by the checkpoint's names; tied ones stand under each of theirs.
+
+        Those that the module stacks are views, to be dropped before `move`.
+        """
+        return dict(checkpoint_tensors(self.module.named_parameters(remove_duplicate=False)))
+
+    def expected(self) -> dict[str, Tensor]:
+        """Return what updates must bring: `parameters`, where there are views tensors without memory in their place."""
+        return {name: w if isinstance(w, nn.Parameter) else w.to("meta") for name, w in self.parameters().items()}
 
     @torch.inference_mode()
     def prefill(self, start: int, contexts: Sequence[tuple[int, ...]], sources: Sequence[int]) -> Tensor:
