@@ -10,9 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from areal.algorithms.update.regions import regions
 from areal_fsdp2 import state
 from areal_fsdp2.boxes import Kinds
+from areal_fsdp2.shards import regions_of
 from areal_fsdp2.trained import MOMENTS
 
 STATE_FILE = "trainer.pt"
@@ -41,7 +41,7 @@ class TorchCheckpoint:
             "random": [saved["random"]],
             "scale": _scale(saved["optimizer"]["scaler"]),
             "steps": {
-                regions(name, tuple(state["exp_avg"].shape))[0].name: float(state["step"])
+                regions_of(name, tuple(weights[name].shape))[0].name: float(state["step"])
                 for name, state in moments.items()
                 if "step" in state
             },
@@ -58,7 +58,7 @@ class TorchCheckpoint:
 def _pieces(parameters: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
     """Yield the tensors that Hugging Face files have in place of a module's parameters."""
     for name, parameter in parameters.items():
-        for region in regions(name, tuple(parameter.shape)):
+        for region in regions_of(name, tuple(parameter.shape)):
             piece = parameter[tuple(slice(low, low + size) for low, size in region.box)]
             for axis in region.index:
                 piece = piece.squeeze(axis)

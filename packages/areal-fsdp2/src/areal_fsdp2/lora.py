@@ -19,7 +19,7 @@ from transformers import PreTrainedModel
 from areal.contracts.transfer import Adapter, Piece
 from areal.errors import WorkerFailed, did_you_mean
 from areal_fsdp2.options import LoraOptions
-from areal_fsdp2.shards import ADAPTER_PREFIX, Part, Shards, file_name, local, parts_of_parameter
+from areal_fsdp2.shards import ADAPTER_PREFIX, Part, Shards, local, parts_of_parameter, regions_of
 
 
 def inject(module: PreTrainedModel, options: LoraOptions, trained: Collection[str]) -> None:
@@ -44,7 +44,7 @@ def inject(module: PreTrainedModel, options: LoraOptions, trained: Collection[st
             )
     inject_adapter_in_model(_config(options), module, low_cpu_mem_usage=True)
     for name, parameter in module.named_parameters():
-        parameter.requires_grad_(is_adapter(file_name(name)) or name in trained)
+        parameter.requires_grad_(is_adapter(regions_of(name, tuple(parameter.shape))[0].name) or name in trained)
 
 
 @torch.no_grad()

@@ -119,15 +119,15 @@ def parts_of(module: nn.Module) -> list[Part]:
 
 def parts_of_parameter(name: str, parameter: Tensor) -> list[Part]:
     """Return what this rank holds of a parameter, or of a tensor that is placed as it is."""
-    found = (part_of(region, parameter) for region in regions(file_name(name), tuple(parameter.shape)))
+    found = (part_of(region, parameter) for region in regions_of(name, tuple(parameter.shape)))
     return [part for part in found if part is not None]
 
 
-def file_name(name: str) -> str:
-    """Return what files call a parameter of a module that may have LoRA in it; experts may be stacked in it."""
+def regions_of(name: str, shape: tuple[int, ...]) -> list[Region]:
+    """Return the files' tensors that make up a parameter of a module that may have LoRA in it."""
     if ".lora_" in name:
-        return ADAPTER_PREFIX + name.replace(".default.", ".")
-    return name.replace(".base_layer.", ".")
+        return regions(ADAPTER_PREFIX + name.replace(".default.", "."), shape)
+    return regions(name.replace(".base_layer.", "."), shape)
 
 
 def own_box(parameter: Tensor) -> Box:

@@ -7,8 +7,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor, nn
 
-from areal.algorithms.update.regions import regions
-from areal_fsdp2.shards import Part, file_name, local, parts_of_parameter
+from areal_fsdp2.shards import Part, local, parts_of_parameter, regions_of
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 
@@ -56,4 +55,4 @@ class Trained:
 
 
 def _key(name: str, parameter: nn.Parameter) -> str:
-    return regions(file_name(name), tuple(parameter.shape))[0].name
+    return regions_of(name, tuple(parameter.shape))[0].name
