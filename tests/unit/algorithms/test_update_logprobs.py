@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from measuring.head_sides import OURS, Case, counted
 from measuring.live_bytes import LiveBytes
 from torch import Tensor
 
@@ -158,6 +159,30 @@ def test_logits_never_exist_whole(frozen: bool) -> None:
     numbers = 30 * 8 * states
     assert live.largest <= max(piece, gradients) < 4 * states * vocab / 8
     assert live.peak - before <= gradients + 2 * piece + numbers
+
+
+def test_the_peak_of_a_long_sequences_quarter_is_near_that_of_the_weights() -> None:
+    """2048 states of a sequence of 8192, a vocabulary of 151,936: sizes alone, no memory."""
+    case = Case(OURS, sequence=2048, ranks=1, dtype="bfloat16", hidden=1024, vocab=151936)
+    found = counted(case, fake=True)
+    logits = 4 * 2048 * 151936 / 2**20
+    assert found["peak"] < found["floor"] + logits / 10 < 1.4e9 / 2**20
+
+
+def test_live_bytes_are_those_that_are_held() -> None:
+    old = torch.zeros(1000)
+    live = LiveBytes()
+    live.count(old, old[:10])
+    with live:
+        new = old + old.exp()  # for a moment both
+        view = new[5:]
+        del new
+        assert live.now == 8000
+        del view
+        assert live.now == 4000
+        old.untyped_storage().resize_(0)
+        live.count(old)
+    assert (live.now, live.restart(), live.peak) == (0, 12000, 0)
 
 
 def test_extreme_logits_and_tokens_outside_the_vocabulary() -> None:

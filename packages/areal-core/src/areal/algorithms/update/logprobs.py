@@ -11,10 +11,10 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn.functional import linear
 
-CHUNK = 2048
+CHUNK = 1024
 """Hidden states for which logits exist at once."""
 TILE = 4096
-"""Tokens of the vocabulary for which they do: a piece is 32 MB in float32, and two are alive at a time."""
+"""Tokens of the vocabulary for which they do: a piece is 16 MB in float32, and two are alive at a time."""
 
 
 def head_logprobs(
