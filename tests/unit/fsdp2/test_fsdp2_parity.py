@@ -96,6 +96,10 @@ def truth_of(context_of: Callable[..., BackendContext]) -> Callable[[str], tuple
         pytest.param({"tp": 2}, id="dp2-tp2"),
         pytest.param({"sp": 2}, id="dp2-sp2"),
         pytest.param({"tp": 2, "sp": 2}, id="tp2-sp2"),
+        pytest.param({"pp": 2}, id="dp2-pp2"),
+        pytest.param({"pp": 2, "replicate": 2}, id="replicate2-pp2"),
+        pytest.param({"pp": 2, "tp": 2}, id="tp2-pp2"),
+        pytest.param({"pp": 2, "sp": 2}, id="sp2-pp2"),
     ],
 )
 def test_loss_and_gradients_are_those_of_one_device(
@@ -110,6 +114,7 @@ def test_loss_and_gradients_are_those_of_one_device(
     [
         pytest.param({"tp": 2, "cpu_offload": True}, {}, id="offloaded"),
         pytest.param({"tp": 2, "sp": 2}, {"activation_checkpointing": True}, id="checkpointed"),
+        pytest.param({"pp": 2, "cpu_offload": True}, {"activation_checkpointing": True}, id="stages"),
         pytest.param({}, {"micro_batch_tokens": 10_000}, id="one-micro-batch"),
         pytest.param({}, {"micro_batch_tokens": 1}, id="a-row-at-a-time"),
         pytest.param({"sp": 4}, {"micro_batch_tokens": 1}, id="rows-shorter-than-the-ranks"),
@@ -121,7 +126,7 @@ def test_how_memory_is_saved_changes_nothing(
     check(ranks.call("gradients", options, context_of("qwen3", **training), BATCH), *truth_of("qwen3"))
 
 
-@pytest.mark.parametrize("options", [{}, {"replicate": 2}, {"tp": 2}, {"sp": 2}], ids=str)
+@pytest.mark.parametrize("options", [{}, {"replicate": 2}, {"tp": 2}, {"sp": 2}, {"pp": 2}], ids=str)
 def test_pieces_are_the_owners_boxes_of_the_weights(
     ranks: Ranks, context_of: Callable[..., BackendContext], options: dict[str, Any]
 ) -> None:

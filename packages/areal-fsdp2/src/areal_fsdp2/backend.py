@@ -73,7 +73,10 @@ class Fsdp2Backend:
         check_packing(model, context, self._mesh.device)
         self._publishing = Publishing(self._shards, context.rank)
         self._passes = Passes(model, self._mesh, context.training.micro_batch_tokens)
-        self._optimizer = Optimizer(model, context.training, self._options.adam_eps, self._mesh.device)
+        stages = self._mesh.group("pp") if self._mesh.dimensions.pp > 1 else None
+        self._optimizer = Optimizer(
+            model, context.training, self._options.adam_eps, self._mesh.device, stages, model.uncounted()
+        )
         self._trained = Trained(model.module, self._optimizer.adam)
         self._checkpoints = Checkpoints(context.training.step_timeout_s)
         self._tokenizer = loading.tokenizer_of(folder)

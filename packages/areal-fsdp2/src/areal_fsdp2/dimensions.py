@@ -11,7 +11,7 @@ NAMES = ("pp", "replicate", "shard", "sp", "tp")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Dimensions:
-    """Invariant: the product of all sizes but `ep` is the number of ranks; `ep` divides `dp`."""
+    """Invariant: the product of all sizes but `ep` is the number of ranks; `ep` divides `shard`."""
 
     pp: int = 1
     """Runs of layers."""
@@ -24,7 +24,7 @@ class Dimensions:
     tp: int = 1
     """Slices of each layer."""
     ep: int = 1
-    """Shares of each layer's experts, among the data-parallel ranks."""
+    """Shares of each layer's experts among the data-parallel ranks; ranks along `tp` divide each share up."""
 
     @property
     def sizes(self) -> tuple[int, ...]:

@@ -70,14 +70,14 @@ def chosen(said: Dimensions, devices: TrainerDevices, shape: Shape | None, *, is
     elif said.pp == 0 and way == "pp":
         pp = rest
     shard = max(1, devices.world_size // (tp * pp * said.sp * said.replicate))
-    shares = gcd(shard, shape.experts) if shape is not None and shape.experts else shard
+    shares = gcd(shard, shape.experts // tp) if shape is not None and shape.experts else shard
     return replace(said, tp=tp, pp=pp, ep=said.ep or (shares if is_moe and devices.layers.expert == "dp" else 1))
 
 
 def _slices_beside_experts(ranks: int, ep: int, shape: Shape | None) -> int:
     """Return the most slices that leave at least as many data ranks, to share experts out over."""
-    heads = 0 if shape is None else shape.kv_heads
-    fits = [t for t in divisors(ranks) if t * t <= ranks and heads % t == 0 and ranks // t % max(1, ep) == 0]
+    whole = 0 if shape is None else gcd(shape.kv_heads, shape.experts)
+    fits = [t for t in divisors(ranks) if t * t <= ranks and whole % t == 0 and ranks // t % max(1, ep) == 0]
     return max(fits, default=1)
 
 
@@ -98,8 +98,9 @@ def _problems(wanted: Dimensions, world: int, shape: Shape | None) -> Iterator[s
     if dp % wanted.replicate:
         use = _near(wanted.replicate, dp)
         yield f"replicate {wanted.replicate} does not divide the {dp} data-parallel ranks; use {use}"
-    if dp % wanted.ep:
-        yield f"ep {wanted.ep} does not divide the {dp} data-parallel ranks; use {_near(wanted.ep, dp)}"
+    if (alike := dp // wanted.replicate) % wanted.ep:
+        ranks = "data-parallel ranks" + (" of a copy" if wanted.replicate > 1 else "")
+        yield f"ep {wanted.ep} does not divide the {alike} {ranks}; use {_near(wanted.ep, alike)}"
     if shape is not None:
         yield from _misfits(wanted, shape)
 
@@ -131,9 +132,12 @@ def _misfits(wanted: Dimensions, shape: Shape) -> Iterator[str]:
         yield f"pp {wanted.pp} is more than the model's {shape.layers} layers; use at most pp {shape.layers}"
     if wanted.ep > 1 and not shape.experts:
         yield f"ep {wanted.ep} shares experts out and the model type {shape.type!r} has none; use ep 1"
-    elif shape.experts % wanted.ep:
-        use = _near(wanted.ep, shape.experts)
-        yield f"ep {wanted.ep} does not divide the model's {shape.experts} experts; use {use}"
+    elif shape.experts % (wanted.ep * wanted.tp):
+        # Ranks that hold slices share the experts out too.
+        shares = f"ep {wanted.ep}" if wanted.tp == 1 else f"ep {wanted.ep} x tp {wanted.tp} = {wanted.ep * wanted.tp}"
+        fits = [d for d in divisors(shape.experts) if shape.experts % (d * wanted.tp) == 0]
+        use = f"ep {_next_to(wanted.ep, fits)}" if fits else f"tp {_near(wanted.tp, shape.experts)}"
+        yield f"{shares} does not divide the model's {shape.experts} experts; use {use}"
 
 
 def divisors(number: int) -> list[int]:

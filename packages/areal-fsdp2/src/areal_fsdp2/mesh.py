@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from datetime import timedelta
+from functools import cache
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.distributed import HashStore, Store, TCPStore  # pyright: ignore[reportPrivateImportUsage]
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
 from areal.contracts.specs import BackendContext
 from areal.errors import WorkerFailed, first_line
@@ -44,6 +46,17 @@ class Mesh:
             return self.weights["replicate", FSDP]
         return self.weights[FSDP]
 
+    @property
+    def experts(self) -> DeviceMesh:
+        """Who shares the experts of a layer out, in two dimensions: ``ep`` and ``tp``. All ranks must ask for it."""
+        return _expert_mesh(self.device.type, self.dimensions)["ep", "tp"]
+
+    @property
+    def beside_experts(self) -> DeviceMesh:
+        """The ranks that hold the same experts: one dimension to shard over, or two, as `fsdp`."""
+        mesh = _expert_mesh(self.device.type, self.dimensions)
+        return mesh["replicate", FSDP] if self.dimensions.replicate > 1 else mesh[FSDP]
+
     def group(self, name: str) -> dist.ProcessGroup:
         """Return this rank's process group along one of `NAMES`."""
         return self.work[name].get_group()
@@ -58,6 +71,9 @@ class Mesh:
 def leave() -> None:
     """Give the process group back, if there is one; the other ranks need not be there any more."""
     _MESHES.clear()
+    _expert_mesh.cache_clear()
+    # torch remembers the meshes of results by what they look like, and with them groups that are no more.
+    _clear_sharding_prop_cache()
     if dist.is_initialized():
         dist.destroy_process_group()
 
@@ -111,6 +127,14 @@ def _store(context: BackendContext) -> Store:
             f"{context.world_size} trainer ranks need a rendezvous host:port, not {context.rendezvous!r}"
         )
     return TCPStore(host, int(port), context.world_size, is_master=context.rank == 0, timeout=timedelta(seconds=JOIN_S))
+
+
+@cache
+def _expert_mesh(kind: str, dimensions: Dimensions) -> DeviceMesh:
+    """Return a third view of the ranks: neighbours that differ along `FSDP` and ``tp`` share the experts out."""
+    shard = dimensions.shard * dimensions.sp // dimensions.ep
+    sizes = (dimensions.pp, dimensions.replicate, shard, dimensions.ep, dimensions.tp)
+    return init_device_mesh(kind, sizes, mesh_dim_names=("pp", "replicate", FSDP, "ep", "tp"))
 
 
 def _meshes(kind: str, dimensions: Dimensions) -> tuple[DeviceMesh, DeviceMesh]:

@@ -15,8 +15,10 @@ from areal.algorithms.update.packing import Packed
 from areal.contracts.specs import AmpSpec, BackendContext, TrainingSpec
 from areal.errors import WorkerFailed
 from areal_fsdp2 import loading, lora, sequence
+from areal_fsdp2.experts import expert_layers, rows_within_experts, spread_experts
 from areal_fsdp2.mesh import Mesh
 from areal_fsdp2.options import Fsdp2Options
+from areal_fsdp2.pipeline import Absent, keep_stage
 from areal_fsdp2.plans import own_slice, slice_model
 from areal_fsdp2.sequence import Stretch
 
@@ -34,6 +36,8 @@ class PackedModel(nn.Module, ABC):
         self.module = module
         self._amp = amp
         self._mesh = mesh
+        self.has_tied_copy = False
+        """Whether this is the first or the last stage of a pipeline, which both hold a tied embedding."""
 
     @property
     def config(self) -> Any:
@@ -41,35 +45,58 @@ class PackedModel(nn.Module, ABC):
         return self.module.config.get_text_config()
 
     @property
-    def layers(self) -> nn.ModuleList:
-        """The decoder layers."""
-        return layers_of(self.module)
+    def layers(self) -> list[nn.Module]:
+        """The decoder layers, in a pipeline this stage's."""
+        return [layer for layer in layers_of(self.module) if not isinstance(layer, Absent)]
 
-    def forward(self, packed: Packed, temperature: float) -> tuple[Tensor, Tensor]:
+    @property
+    def embedding(self) -> Tensor:
+        """The weights of the input embedding."""
+        return cast(nn.Embedding, self.module.get_input_embeddings()).weight
+
+    def uncounted(self) -> list[Tensor]:
+        """Return the parameters whose gradient another stage of a pipeline counts."""
+        return [self.embedding] if self.has_tied_copy and self._mesh.place["pp"] else []
+
+    def forward(
+        self, packed: Packed, temperature: float, received: Tensor | None = None
+    ) -> tuple[Tensor, Tensor] | Tensor:
         """Return a number for each trained token and the entropy there ([N] float32 each).
 
-        The number is its logprob, or a critic's value of the state before it; with gradient if grad is enabled.
+        The number is its logprob, or a critic's value of the state before it; with gradient if grad is enabled. A
+        stage of a pipeline computes from what it `received` (states [1, T, H], None on the first); all but the last
+        return states [1, T, H].
         """
         with torch.autocast(self._mesh.device.type, AMP_DTYPES[self._amp.dtype], enabled=self._amp.enabled):
             if self._mesh.dimensions.sp == 1:
-                hidden = self._hidden(packed.token_ids, packed.positions, row_groups=packed.groups)
-                return self._numbers(hidden[packed.predictors], packed.predictor, packed.targets, temperature)
-            return self._own_numbers(packed, Stretch.of(packed, self._mesh.group("sp")), temperature)
+                hidden = self._hidden(packed.token_ids, packed.positions, received, row_groups=packed.groups)
+                if not self._has_head:
+                    return hidden
+                hidden = hidden[0, packed.predictors]
+                return self._numbers(hidden, packed.predictor, packed.targets, temperature)
+            return self._own_part(packed, Stretch.of(packed, self._mesh.group("sp")), temperature, received)
 
-    def _own_numbers(self, packed: Packed, stretch: Stretch, temperature: float) -> tuple[Tensor, Tensor]:
+    @property
+    def _has_head(self) -> bool:
+        return self._mesh.place["pp"] == self._mesh.dimensions.pp - 1
+
+    def _own_part(
+        self, packed: Packed, stretch: Stretch, temperature: float, received: Tensor | None
+    ) -> tuple[Tensor, Tensor] | Tensor:
         """Compute a stretch of the sequence and the numbers that it predicts; the ranks exchange these alone."""
         ids, positions = stretch.own(packed.token_ids), stretch.own(packed.positions)
-        hidden = self._hidden(ids, positions, row_groups=packed.groups, stretch=stretch)
+        hidden = self._hidden(ids, positions, received, row_groups=packed.groups, stretch=stretch)
+        if not self._has_head:
+            return hidden
         places, is_own, predictor = stretch.predictors(packed)
-        own = self._numbers(hidden[places], predictor[is_own], packed.targets[is_own], temperature)
+        own = self._numbers(hidden[0, places], predictor[is_own], packed.targets[is_own], temperature)
         return stretch.gathered(own, is_own)
 
-    def _hidden(self, token_ids: Tensor, positions: Tensor, **attention: Any) -> Tensor:
-        """Return the last hidden states [T, H]."""
-        output = self.module.base_model(
-            input_ids=token_ids.unsqueeze(0), position_ids=positions.unsqueeze(0), use_cache=False, **attention
-        )
-        return output.last_hidden_state[0]
+    def _hidden(self, token_ids: Tensor, positions: Tensor, received: Tensor | None, **attention: Any) -> Tensor:
+        """Return the last hidden states [1, T, H]."""
+        start = {"input_ids": token_ids.unsqueeze(0)} if received is None else {"inputs_embeds": received}
+        output = self.module.base_model(**start, position_ids=positions.unsqueeze(0), use_cache=False, **attention)
+        return output.last_hidden_state
 
     @abstractmethod
     def _numbers(self, hidden: Tensor, predictor: Tensor, targets: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
@@ -113,12 +140,16 @@ def layers_of(module: nn.Module) -> nn.ModuleList:
 def make_model(context: BackendContext, options: Fsdp2Options, mesh: Mesh, folder: Any) -> PackedModel:
     """Return the model of a role, spread over the mesh, with memory that is not filled yet."""
     model = _on_meta(context, mesh, folder)
+    if mesh.dimensions.pp > 1:
+        model.has_tied_copy = keep_stage(model.module, mesh.place["pp"], mesh.dimensions.pp)
     if options.lora is not None:
         lora.inject(model.module, options.lora, model.optional)
     if mesh.dimensions.sp > 1:
         model.module.set_attn_implementation(sequence.NAME)
     if mesh.dimensions.tp > 1:
         slice_model(model.module, model.layers, mesh.tp)
+    if mesh.dimensions.ep * mesh.dimensions.tp > 1 and expert_layers(model.module):
+        spread_experts(model.module, mesh.experts)
     if context.training.activation_checkpointing:
         _checkpoint_activations(model.module)
     shard(model, context.training, mesh, cpu_offload=options.cpu_offload)
@@ -136,9 +167,17 @@ def shard(model: PackedModel, training: TrainingSpec, mesh: Mesh, *, cpu_offload
         cast_forward_inputs=False,
     )
     full = MixedPrecisionPolicy(cast_forward_inputs=False)
+    for part in (part for part in expert_layers(model) if hasattr(part, "spread")):
+        fully_shard(
+            part,
+            mesh=mesh.beside_experts,
+            mp_policy=low,
+            offload_policy=offload,
+            shard_placement_fn=lambda weight: rows_within_experts(weight, mesh.beside_experts.size(-1)),
+        )
     for layer in model.layers:
         fully_shard(layer, mesh=mesh.fsdp, mp_policy=low, offload_policy=offload)
-    if isinstance(model, CriticModel):
+    if isinstance(model, CriticModel) and not isinstance(model.module.score, Absent):
         fully_shard(cast(nn.Module, model.module.score), mesh=mesh.fsdp, mp_policy=full, offload_policy=offload)
     fully_shard(model, mesh=mesh.fsdp, mp_policy=low, offload_policy=offload)
     for part in model.modules():

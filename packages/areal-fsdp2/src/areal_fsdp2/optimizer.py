@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -62,10 +63,14 @@ class Optimizer:
         eps: float,
         device: torch.device,
         stages: dist.ProcessGroup | None = None,
+        copies: Sequence[Tensor] = (),
     ) -> None:
-        """`stages`: the ranks that hold the other layers of this rank's part of a pipeline."""
+        """`stages`: the ranks that hold the other layers of this rank's part of a pipeline; `copies`: parameters that
+        another stage has too and counts."""
         self._parameters = [parameter for parameter in module.parameters() if parameter.requires_grad]
         self._stages = stages
+        left_out = {id(parameter) for parameter in copies}
+        self._counted = [parameter for parameter in self._parameters if id(parameter) not in left_out]
         self._grad_clip = training.grad_clip
         self.scale = LossScale(training)
         self.adam = torch.optim.AdamW(
@@ -78,7 +83,11 @@ class Optimizer:
 
     def backward(self, loss: Tensor) -> None:
         """Add the gradient of `loss` to what has been collected since the last `step`."""
-        (loss * self.scale.value).backward()
+        self.scaled(loss).backward()
+
+    def scaled(self, loss: Tensor) -> Tensor:
+        """Return a loss as it is to be differentiated."""
+        return loss * self.scale.value
 
     @torch.no_grad()
     def step(self, learning_rate: float) -> tuple[float, bool]:
@@ -87,7 +96,7 @@ class Optimizer:
         Returns the global norm of the gradient before clipping, and whether the update was skipped because the
         gradient was not finite.
         """
-        norm = total_norm(self._parameters, self._stages) / self.scale.value
+        norm = total_norm(self._counted, self._stages) / self.scale.value
         finite = bool(norm.isfinite())
         if finite:
             factor = 1.0 / self.scale.value

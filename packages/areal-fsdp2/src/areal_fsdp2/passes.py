@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Mapping
 
 import torch
 import torch.distributed as dist
@@ -18,6 +18,10 @@ from areal_fsdp2.balance import Hand, deal
 from areal_fsdp2.mesh import Mesh
 from areal_fsdp2.model import PackedModel
 from areal_fsdp2.optimizer import Optimizer
+from areal_fsdp2.pipeline import Pipeline, add_tied
+
+Outcome = Callable[[int, Packed, Tensor, Tensor], Tensor]
+"""From a micro-batch's number, tokens, numbers [N] and entropies [N] to its share of the loss, if there is one."""
 
 
 class Passes:
@@ -28,12 +32,22 @@ class Passes:
         self._model = model
         self._mesh = mesh
         self._budget = budget
+        self._pipeline: Pipeline | None = None
+        if mesh.dimensions.pp > 1:
+            # The residual stream is float32, whatever layers compute in.
+            self._pipeline = Pipeline(mesh.group("pp"), mesh.device, model.config.hidden_size, torch.float32)
 
     @torch.no_grad()
     def numbers(self, batch: Batch) -> list[tuple[float, ...]]:
         """Return for each row [T] the model's numbers of its trained tokens, 0 for the others."""
         hands = self._deal(batch)
-        own = [self._forward(self._pack(batch, hand), batch)[0] for hand in hands[self._mesh.data_rank]]
+        own: list[Tensor] = []
+
+        def collect(number: int, packed: Packed, numbers: Tensor, entropy: Tensor) -> Tensor:
+            own.append(numbers)
+            return numbers
+
+        self._go(batch, hands[self._mesh.data_rank], collect, None)
         _reshard(self._model)
         found = [[0.0] * len(row.token_ids) for row in batch.rows]
         for dealt, told in zip(hands, self._everybodys(own, hands, batch), strict=True):
@@ -49,30 +63,55 @@ class Passes:
         hands = self._deal(batch)[self._mesh.data_rank]
         if not hands:
             return None
-        shares = list(self._shares(batch, loss, optimizer, hands))
-        return combined(self._mesh.from_speakers(combined(shares)))
-
-    def _shares(
-        self, batch: Batch, loss: Loss, optimizer: Optimizer, hands: list[Hand]
-    ) -> Iterator[Mapping[str, Tensor]]:
-        """Add the gradients of this rank's micro-batches; ranks exchange them with the last one."""
         totals = {
             "computed_tokens": sum(row.num_loss_tokens for row in batch.rows),
             "computed_groups": len({row.group for row in batch.rows}),
         }
-        for number, hand in enumerate(hands):
-            _set_sync(self._model, number == len(hands) - 1)
-            packed = self._pack(batch, hand)
-            numbers, entropy = self._forward(packed, batch)
-            if hand.is_dummy:
-                optimizer.backward(0.0 * numbers.sum())
-                continue
-            value, named = loss.loss(numbers, token_batch(batch, packed, numbers.detach(), entropy, **totals))
-            optimizer.backward(value)
-            yield {"loss": value, **named}
+        shares: list[Mapping[str, Tensor]] = []
 
-    def _forward(self, packed: Packed, batch: Batch) -> tuple[Tensor, Tensor]:
-        return self._model(packed, batch.temperature)
+        def judge(number: int, packed: Packed, numbers: Tensor, entropy: Tensor) -> Tensor:
+            if hands[number].is_dummy:
+                return 0.0 * numbers.sum()
+            value, named = loss.loss(numbers, token_batch(batch, packed, numbers.detach(), entropy, **totals))
+            shares.append({"loss": value.detach(), **named})
+            return value
+
+        self._go(batch, hands, judge, optimizer)
+        return combined(self._mesh.from_speakers(combined(shares)))
+
+    def _go(self, batch: Batch, hands: list[Hand], outcome: Outcome, optimizer: Optimizer | None) -> None:
+        """Take micro-batches through the model, and with an optimizer back; ranks exchange gradients with the last."""
+        if self._pipeline is not None:
+            self._through_stages(self._pipeline, batch, hands, outcome, optimizer)
+            return
+        for number, hand in enumerate(hands):
+            packed = self._pack(batch, hand)
+            if optimizer is not None:
+                _set_sync(self._model, number == len(hands) - 1)
+            value = outcome(number, packed, *self._model(packed, batch.temperature))
+            if optimizer is not None:
+                optimizer.backward(value)
+
+    def _through_stages(
+        self, pipeline: Pipeline, batch: Batch, hands: list[Hand], outcome: Outcome, optimizer: Optimizer | None
+    ) -> None:
+        packs = [self._pack(batch, hand) for hand in hands]
+
+        def work(number: int, received: Tensor | None) -> Tensor:
+            output = self._model(packs[number], batch.temperature, received)
+            if not pipeline.is_last:
+                return output
+            value = outcome(number, packs[number], *output)
+            return value if optimizer is None else optimizer.scaled(value)
+
+        # Ranks along sp have a part of each sequence.
+        lengths = [-(-len(packed.token_ids) // self._mesh.dimensions.sp) for packed in packs]
+        if optimizer is None:
+            pipeline.evaluate(lengths, work)
+            return
+        pipeline.train(lengths, work, lambda is_last: _set_sync(self._model, is_last))
+        if self._model.has_tied_copy:
+            add_tied(self._model.embedding, pipeline.group)
 
     def _everybodys(self, own: list[Tensor], hands: list[list[Hand]], batch: Batch) -> list[list[float]]:
         """Return for each data rank the numbers of its rows, hand after hand, without those of dummies."""
@@ -81,7 +120,8 @@ class Passes:
         if not any(sizes):
             return [[] for _ in hands]
         mine = torch.zeros(max(sizes), device=self._mesh.device)
-        mine[: sizes[self._mesh.data_rank]] = torch.cat([mine[:0], *own[: len(real[self._mesh.data_rank])]])
+        if own:  # on a pipeline's last stage
+            mine[: sizes[self._mesh.data_rank]] = torch.cat([mine[:0], *own[: len(real[self._mesh.data_rank])]])
         everybody = [torch.empty_like(mine) for _ in range(self._mesh.dimensions.world)]
         dist.all_gather(everybody, mine)
         speakers = self._mesh.dimensions.speakers()

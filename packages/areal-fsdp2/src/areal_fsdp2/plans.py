@@ -7,7 +7,7 @@ checkpoints and resharders know what they are; the work is done on the local sli
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, cast
 
@@ -31,7 +31,7 @@ HEAD_NORMS = ("self_attn.q_norm", "self_attn.k_norm")
 """Norms within each head: copies that see some heads each, so that their gradients are added up."""
 
 
-def slice_model(module: PreTrainedModel, layers: nn.ModuleList, mesh: DeviceMesh) -> None:
+def slice_model(module: PreTrainedModel, layers: Sequence[nn.Module], mesh: DeviceMesh) -> None:
     """Slice parameters and the work on them; WorkerFailed for a family without a plan.
 
     Experts of a mixture are left whole. Parameters may be on the meta device.
@@ -88,14 +88,19 @@ def _copy_norm(part: nn.Module, mesh: DeviceMesh) -> None:
 
 
 def _slice_vocabulary(module: PreTrainedModel, mesh: DeviceMesh) -> None:
-    """Slice the embeddings and the LM head, which stay one parameter if they are; who makes logits takes own rows."""
-    embeddings, head = cast(nn.Embedding, module.get_input_embeddings()), module.get_output_embeddings()
-    is_tied = head is not None and head.weight is embeddings.weight
+    """Slice the embeddings and the LM head, which stay one parameter if they are; who makes logits takes own rows.
+
+    A stage of a pipeline may have one of them, or none.
+    """
+    embeddings, head = module.get_input_embeddings(), module.get_output_embeddings()
+    is_tied = isinstance(head, nn.Linear) and head.weight is getattr(embeddings, "weight", None)
+    if isinstance(head, nn.Linear) and not is_tied:
+        _spread(head, mesh, weight=0, bias=0)
+    if not isinstance(embeddings, nn.Embedding):
+        return
     _spread(embeddings, mesh, weight=0)
-    if head is not None and is_tied:
+    if isinstance(head, nn.Linear) and is_tied:
         head.weight = embeddings.weight
-    elif head is not None:
-        _spread(cast(nn.Module, head), mesh, weight=0, bias=0)
     first = mesh.get_local_rank() * (embeddings.num_embeddings // mesh.size())
     group = mesh.get_group()
 
