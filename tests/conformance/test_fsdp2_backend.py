@@ -35,3 +35,9 @@ class TestSequenceParallel(Fsdp2Conformance):
     @pytest.fixture
     def options(self) -> dict[str, Any]:
         return {"sp": 2}
+
+
+class TestPipelineParallel(Fsdp2Conformance):
+    @pytest.fixture
+    def options(self) -> dict[str, Any]:
+        return {"pp": 2}
