@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from fsdp2_trainers import BATCHES, Trainers, context_of
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from areal.algorithms.grpo import Grpo
 from areal.builtins.torch_backend.backend import TorchBackend
@@ -80,7 +81,22 @@ def test_training_goes_on_while_a_checkpoint_is_written(two: Trainers, model_pat
     assert resumed.steps(BATCHES[1:3]) == expected
 
 
-def test_a_run_grows_from_the_backend_torch(two: Trainers, model_path: str, tmp_path: Path) -> None:
+def experts(folder: Path) -> str:
+    """Write a mixture of experts, which transformers stacks and files hold one by one."""
+    sizes = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "vocab_size": 64}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16}
+    mixture = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+    config = AutoConfig.for_model("qwen3_moe", **sizes, **heads, **mixture)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        AutoModelForCausalLM.from_config(config).save_pretrained(folder)
+    return str(folder)
+
+
+@pytest.mark.parametrize("kind", ["dense", "experts"])
+def test_a_run_grows_from_the_backend_torch(two: Trainers, model_path: str, tmp_path: Path, kind: str) -> None:
+    if kind == "experts":
+        model_path = experts(tmp_path / "experts")
     small = TorchBackend(None, context_of(model_path, 1))
     small.start()
     small.freeze_reference()

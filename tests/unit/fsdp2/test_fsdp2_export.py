@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from fsdp2_trainers import BATCHES, Trainers
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file
 from torch import Tensor
@@ -54,6 +54,7 @@ def _halves(start: tuple[int, ...], size: tuple[int, ...], axis: int) -> list[tu
     ]
 
 
+@settings(deadline=None)
 @given(cut_tensors(), st.sampled_from(["float32", "bfloat16"]))
 def test_pieces_make_up_the_tensors(tensors: list[tuple[Tensor, list[Piece]]], dtype: str) -> None:
     specs = [TensorSpec(name=f"t{i}", shape=tuple(whole.shape), dtype=dtype) for i, (whole, _) in enumerate(tensors)]
@@ -67,6 +68,7 @@ def test_pieces_make_up_the_tensors(tensors: list[tuple[Tensor, list[Piece]]], d
     assert all(torch.equal(found[spec.name], whole) for spec, whole in zip(specs, cast, strict=True))
 
 
+@settings(deadline=None)
 @given(st.lists(st.integers(1, 50), min_size=1, max_size=20), st.integers(1, 400))
 def test_files_hold_each_tensor_once_and_as_much_as_they_may(sizes: list[int], max_bytes: int) -> None:
     specs = [TensorSpec(name=f"t{i}", shape=(size,), dtype="bfloat16") for i, size in enumerate(sizes)]

@@ -18,6 +18,9 @@ START_S = 240.0
 """For a process to import what it needs, on a loaded machine."""
 CALL_S = 120.0
 
+PRELOADED = ["torch.distributed.fsdp", "torch.distributed.pipelining", "transformers.modeling_utils"]
+"""Imported once, in the process that all ranks are forked from: for each of them it would take seconds."""
+
 
 class RankFailed(Exception):
     """Invariant: says which rank failed, with its traceback; errors of AReaL are raised as they are instead."""
@@ -36,7 +39,7 @@ class Ranks:
     def __init__(self, num_ranks: int, factory: str, args_of: Callable[[int], Sequence[Any]]) -> None:
         """Start processes; rank r holds ``factory(*args_of(r))``, a dotted path ``module:name``. Raises as `call`."""
         context: Any = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(["torch", "transformers"])  # imported once, in the process they are forked from
+        context.set_forkserver_preload(PRELOADED)
         self.is_in_step = True
         """Whether every rank has answered every call; if not, an answer to come would be taken for another's."""
         self._pipes: list[Connection] = []
