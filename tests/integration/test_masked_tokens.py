@@ -26,6 +26,7 @@ def trainer(path: str, algorithm: str) -> TrainerWorker:
     worker = TrainerWorker(
         backend, backend.parse_options({}), context, chosen, chosen.parse_options({}), temperature=1.0
     )
+    worker.make()
     worker.start()
     return worker
 

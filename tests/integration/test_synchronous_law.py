@@ -127,6 +127,7 @@ class PlainLoop:
         self.codec = ChatCodec(AutoTokenizer.from_pretrained(config.model.path))
 
     async def run(self) -> dict[str, Tensor]:
+        self.trainer.make()
         source, target = self.trainer.start(), await self.engine.start()
         resharder = self.resolved.reshard
         assert resharder is not None

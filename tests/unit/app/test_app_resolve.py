@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from areal.app.resolve import resolve
@@ -16,6 +18,34 @@ def test_a_backend_for_one_device_is_not_given_four() -> None:
     config = RunConfig.model_validate({"resources": {"train": {"num_nodes": 2, "gpus_per_node": 2}}})
     with pytest.raises(ConfigError, match="asks for 4 devices and the backend 'torch' trains on one"):
         resolve(config, PLUGINS)
+
+
+MANY = """
+from areal import Component, hookimpl
+
+@hookimpl
+def areal_backends():
+    return [Component(name="many", factory="nowhere:Nobody", capabilities=frozenset({"distributed"}))]
+"""
+
+
+@pytest.mark.parametrize("debug", [False, True])
+def test_ranks_are_processes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, debug: bool) -> None:
+    info = tmp_path / "areal_many-1.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: areal-many\nVersion: 1.0\n")
+    (info / "entry_points.txt").write_text("[areal]\nmany = hooks_of_many\n")
+    (tmp_path / "hooks_of_many.py").write_text(MANY)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    table = {"resources": {"train": {"num_gpus": 2}}, "backend": {"name": "many"}}
+    resolve(RunConfig.model_validate(table), discover())
+    if debug:
+        monkeypatch.setenv("AREAL_DEBUG_MODE", "1")
+    config = RunConfig.model_validate(table if debug else {**table, "cluster": {"name": "inline"}})
+    why = "AREAL_DEBUG_MODE asks for" if debug else "the recipe names"
+    said = f"asks for 2 devices, one process each, and {why} the cluster 'inline', which is one process; ask for one"
+    with pytest.raises(ConfigError, match=said):
+        resolve(config, discover())
 
 
 @pytest.mark.parametrize("name", ["grpo", "rloo", "dpo", "dapo"])

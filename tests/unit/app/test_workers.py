@@ -16,7 +16,7 @@ from areal.builtins.accelerators.cpu import CpuAccelerator
 from areal.config import RunConfig
 from areal.contracts.accelerator import Accelerator
 from areal.contracts.cluster import Cluster, Handle, Room, WorkerSpec
-from areal.contracts.specs import EngineContext
+from areal.contracts.specs import BackendContext, EngineContext
 from areal.monitor.folder import RunFolder
 from areal.plugins import discover
 
@@ -39,7 +39,7 @@ async def spawned(tmp_path: Path, recipe: dict[str, Any]) -> dict[str, WorkerSpe
     resolved, recorder = resolve(config, discover()), Recorder()
     workers = Workers(resolved, config.model, cast(Cluster, recorder), RunFolder(tmp_path), ())
     workers.model_is_there.set()
-    await workers.trainer("trainer-0")
+    await workers.trainer("trainer-0", 0)
     await workers.engine("engine-0")
     await workers.rollout("rollout-0")
     return {spec.kind: spec for spec in recorder.specs}
@@ -96,6 +96,28 @@ async def test_room_for_everybody_is_reserved(tmp_path: Path) -> None:
     await Workers(resolved, config.model, cast(Cluster, Recorder()), RunFolder(tmp_path), ()).reserve()
 
 
+async def test_each_rank_of_the_trainer_has_a_device_a_place_and_its_share_of_the_cores(tmp_path: Path) -> None:
+    groups = {"train": {"num_nodes": 2, "gpus_per_node": 2}, "infer": {"num_gpus": 2}}
+    config = RunConfig.model_validate({"device": "cpu", "resources": groups, "engine": {"replicas": 2}})
+    one = RunConfig.model_validate({"device": "cpu"})
+    resolved = replace(resolve(one, discover()), config=config, accelerator=cast(Accelerator, Gpu()))
+    holder = Holder()
+    workers = Workers(resolved, config.model, cast(Cluster, holder), RunFolder(tmp_path), ())
+    await workers.reserve()
+    device = {"train": 1.0, "GPU": 1.0}
+    room = Room(kind="trainer", resources=device, count=4, least=4, together=2, apart=True)
+    assert holder.rooms[0] == room and room.whole == {"train": 2.0, "GPU": 2.0}
+    assert workers.num_ranks == 4
+    for rank in range(4):
+        await workers.trainer(f"trainer-0.{rank}", rank)
+    contexts = [arg for spec in holder.specs for arg in spec.args if isinstance(arg, BackendContext)]
+    assert [context.rank for context in contexts] == [spec.place for spec in holder.specs] == [0, 1, 2, 3]
+    assert all(replace(context, rank=0) == contexts[0] for context in contexts)
+    assert (contexts[0].world_size, contexts[0].devices.per_node, contexts[0].rendezvous) == (4, 2, "")
+    assert all(spec.resources == device for spec in holder.specs)
+    assert {spec.environment["OMP_NUM_THREADS"] for spec in holder.specs} == {str(CORES // 6)}
+
+
 async def test_on_a_shared_device_each_has_half_of_it_in_one_place_and_all_cores(tmp_path: Path) -> None:
     config = RunConfig.model_validate({"device": "cpu", "resources": {"shared": True}})
     resolved = replace(resolve(config, discover()), accelerator=cast(Accelerator, Gpu()))
@@ -107,7 +129,7 @@ async def test_on_a_shared_device_each_has_half_of_it_in_one_place_and_all_cores
     assert room == Room(kind="trainer", resources=trainer, count=1, least=1, beside={"engine": engine})
     assert room.whole == {"train": 1.0, "infer": 1.0, "GPU": 1.0}
     workers.model_is_there.set()
-    await workers.trainer("trainer-0")
+    await workers.trainer("trainer-0", 0)
     await workers.engine("engine-0")
     assert [spec.resources for spec in holder.specs] == [trainer, engine]
     assert {spec.environment["OMP_NUM_THREADS"] for spec in holder.specs} == {str(CORES)}

@@ -36,6 +36,8 @@ class Trainer:
             raise self.failure
         (Path(path) / "optimizer").write_text("state")
 
+    async def finish_save(self) -> None: ...
+
 
 @pytest.fixture
 def journal(tmp_path: Path) -> Iterator[Journal]:
@@ -116,7 +118,9 @@ async def test_everything_is_on_disk_before_the_pointer_moves(
     assert synced[-2:] == [".", "pointer"], "the renamed entry after everything in it, and then the pointer"
 
 
-@pytest.mark.parametrize("moment", ["while it is written", "before the rename", "after the rename", "in the journal"])
+@pytest.mark.parametrize(
+    "moment", ["while it is written", "while it is finished", "before the rename", "after the rename", "in the journal"]
+)
 async def test_a_crash_leaves_the_previous_one_the_newest(
     moment: str,
     checkpoints: Checkpoints,
@@ -134,6 +138,8 @@ async def test_a_crash_leaves_the_previous_one_the_newest(
         match moment:
             case "while it is written":
                 trainer.failure = Crash()
+            case "while it is finished":
+                patched.setattr(trainer, "finish_save", crash)
             case "before the rename":
                 patched.setattr(Path, "rename", crash)
             case "after the rename":

@@ -151,6 +151,8 @@ class Trainer:
     def save(self, path: str) -> None:
         (Path(path) / "weights").write_text("w")
 
+    async def finish_save(self) -> None: ...
+
 
 async def test_it_happens_with_each_checkpoint_and_spares_what_the_oldest_kept_needs(path: Path) -> None:
     journal = filled(path)

@@ -13,7 +13,7 @@ from areal.cluster.inline import InlineCluster
 from areal.contracts.cluster import Handle, WorkerSpec
 from areal.contracts.options import Options
 from areal.contracts.transfer import Layout
-from areal.errors import ConfigError, WorkerFailed
+from areal.errors import ConfigError, TrainerLost, WorkerFailed
 from areal.flow.engine.fleet import Fleet
 from areal.flow.keeper import Bounds, Keeper, KeeperSettings
 from areal.flow.restarts import Restarts
@@ -50,9 +50,11 @@ class Trainer: ...
 class Site:
     """A keeper with real handles of an inline cluster. Invariant: `refused` is what the next spawns raise."""
 
-    def __init__(self, *, most_lost: int = 10, hang_timeout_s: float = 60.0, **bounds: Bounds) -> None:
+    def __init__(
+        self, *, most_lost: int = 10, hang_timeout_s: float = 60.0, num_ranks: int = 1, **bounds: Bounds
+    ) -> None:
         self.cluster = InlineCluster(Options(), "")
-        self.seat = TrainerSeat(self.spawner("Trainer"))
+        self.seat = TrainerSeat(self.spawner("Trainer"), num_ranks)
         self.crew = Crew(self.spawner("Rollout"), 5.0)
         self.fleet = Fleet(self.spawner("Engine"), self.crew.use_engines)
         self.refused: list[WorkerFailed] = []
@@ -77,8 +79,8 @@ class Site:
             listener=self,
         )
 
-    def spawner(self, worker: str) -> Callable[[str], Any]:
-        async def spawn(name: str) -> Handle:
+    def spawner(self, worker: str) -> Callable[..., Any]:
+        async def spawn(name: str, rank: int = 0) -> Handle:
             if self.refused and worker != "Trainer":
                 raise self.refused.pop(0)
             return await self.cluster.spawn(WorkerSpec(name=name, kind="x", factory=f"{__name__}:{worker}"))
@@ -137,12 +139,39 @@ async def test_a_dead_trainer_wakes_whoever_waits_and_is_nobody_elses() -> None:
     site = Site()
 
     async def scene() -> None:
-        assert site.seat.handle is not None
-        await site.seat.handle.kill()
+        await site.seat.ranks["trainer-0"].kill()
         await until(lambda: site.num_changes)
 
     await site.play(scene)
-    assert site.seat.handle is None and not site.said, "who goes back to the checkpoint says so"
+    assert not site.seat.ranks and not site.said, "who goes back to the checkpoint says so"
+
+
+async def test_a_rank_that_gives_no_sign_of_life_is_the_trainers_end_and_named() -> None:
+    site = Site(num_ranks=3, hang_timeout_s=0.2)
+
+    async def scene() -> None:
+        said = {row.name: (row.state, row.work) for row in await site.keeper.rows() if row.kind == "trainer"}
+        assert said == {
+            name: ("working", f"rank {rank} of 3")
+            for rank, name in enumerate(("trainer-0", "trainer-0.1", "trainer-0.2"))
+        }
+        with pytest.raises(ConfigError, match=r"trainer-0\.2 belongs to the trainer, without which no run goes on"):
+            await site.keeper.remove("trainer-0.2")
+
+        async def silent(deadline_s: float) -> bool:
+            await asyncio.sleep(deadline_s)
+            return False
+
+        site.seat.ranks["trainer-0.2"].ping = silent  # type: ignore[method-assign]
+        await until(lambda: site.num_changes)
+        with pytest.raises(TrainerLost, match=r"^trainer-0\.2 gave no sign of life for 0\.2 s$"):
+            site.seat.check()
+        site.keeper.step = 5
+        await site.keeper.trainer_lost("trainer-0.2 gave no sign of life")
+
+    await site.play(scene)
+    assert site.losses == [("trainer-0.2", "trainer-0.2 gave no sign of life", 5)]
+    assert site.said == ["trainer-0.2 replaced"] and site.keeper.num_lost == 1
 
 
 async def test_a_trainer_is_counted_and_waits_longer_when_it_keeps_dying() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -11,12 +12,13 @@ from flow_samples import handle_of, until
 
 from areal.cluster.inline import InlineHandle
 from areal.contracts.component import Component
-from areal.contracts.transfer import Layout, Plan, Receipt, Transfer
+from areal.contracts.transfer import Layout, Piece, Plan, Receipt, TensorSpec, Transfer
 from areal.errors import TransferFailed, WorkerDied, WorkerFailed
 from areal.flow.weights import publisher as publisher_module
 from areal.flow.weights.publisher import Published, Publisher, Target
 
 SUMS = {"a.weight": 11, "b.weight": 22}
+SOURCE = Layout(host="trainer")
 
 
 class CountingResharder:
@@ -72,14 +74,12 @@ class Side:
 class Site:
     """A publisher with one trainer and some engines. Invariant: engine i is member i of the plan."""
 
-    def __init__(self, *engines: Side, trainer: Side | None = None) -> None:
+    def __init__(self, *engines: Side, trainer: Side | None = None, source: Layout = SOURCE, **more: Any) -> None:
         self.trainer = trainer or Side()
         self.engines = engines
         self.handles = [handle_of(f"engine-{number}", engine) for number, engine in enumerate(engines)]
-        component = Component(name="counting", factory=f"{__name__}:CountingResharder")
-        self.publisher = Publisher(
-            handle_of("trainer-0", self.trainer), Layout(host="trainer"), component, {"bucket": 4}, "run", 2.0
-        )
+        component = Component(name="counting", factory=f"{__name__}:CountingResharder", **more)
+        self.publisher = Publisher(handle_of("trainer-0", self.trainer), source, component, {"bucket": 4}, "run", 2.0)
 
     def targets(self, *numbers: int) -> list[Target]:
         chosen = numbers or range(len(self.engines))
@@ -103,7 +103,7 @@ async def test_a_version_reaches_every_engine() -> None:
     assert published.metrics["weights/bytes"] == 128.0
     assert {"weights/send_s", "weights/receive_s", "weights/commit_s"} < published.metrics.keys()
     (plan,) = CountingResharder.plans
-    assert plan.targets == (Layout(host="host-0"), Layout(host="host-1")) and plan.source == Layout(host="trainer")
+    assert plan.targets == (Layout(host="host-0"), Layout(host="host-1")) and plan.source == SOURCE
     for member, engine in enumerate(site.engines):
         assert engine.heard == WHOLE
         assert [transfer.phase for transfer in engine.transfers] == ["stage", "commit"]
@@ -112,6 +112,16 @@ async def test_a_version_reaches_every_engine() -> None:
             assert (transfer.options, transfer.resharder.name, transfer.deadline_s) == ({"bucket": 4}, "counting", 2.0)
     (sent,) = site.trainer.transfers
     assert (sent.plan, sent.member, sent.version) == (plan, 0, 9)
+
+
+@pytest.mark.parametrize("capabilities", [frozenset[str](), frozenset({"shards"})])
+async def test_only_who_takes_pieces_is_told_of_them(capabilities: frozenset[str]) -> None:
+    spec = TensorSpec(name="a.weight", shape=(4, 2), dtype="float32")
+    halves = tuple((Piece(tensor=0, start=(first, 0), shape=(2, 2)),) for first in (0, 2))
+    source = Layout(host="trainer", num_ranks=2, tensors=(spec,), pieces=halves)
+    await Site(Side(), source=source, capabilities=capabilities).publish()
+    (plan,) = CountingResharder.plans
+    assert plan.source == (source if capabilities else replace(source, pieces=()))
 
 
 async def test_generation_goes_on_while_weights_travel() -> None:

@@ -28,7 +28,7 @@ class Site:
         self.ended: list[str] = []
         self.seat = TrainerSeat(self.spawn)
 
-    async def spawn(self, name: str) -> Handle:
+    async def spawn(self, name: str, rank: int) -> Handle:
         return InlineHandle(name, Trainer(), lambda death: self.ended.append(death.name))
 
 
@@ -52,10 +52,10 @@ async def test_a_trainer_that_dies_in_a_call_is_lost() -> None:
     await site.seat.fill()
     calling = asyncio.create_task(site.seat.call("hang", deadline_s=60.0))
     await asyncio.sleep(0.01)
-    await site.seat.check().kill()
+    await site.seat.ranks["trainer-0"].kill()
     with pytest.raises(TrainerLost, match="trainer-0 was ended while it was asked for 'hang'"):
         await asyncio.wait_for(calling, 5)
-    assert site.seat.handle is None
+    assert not site.seat.ranks
 
 
 async def test_a_trainer_that_is_ended_in_a_call_is_lost_for_the_reason_it_was_ended_for() -> None:
@@ -73,7 +73,7 @@ async def test_a_trainer_that_hangs_is_ended_and_lost() -> None:
     await site.seat.fill()
     with pytest.raises(TrainerLost, match=r"trainer-0 did not answer 'hang' within 0\.02 s and was ended"):
         await site.seat.call("hang", deadline_s=0.02)
-    assert site.ended == ["trainer-0"] and site.seat.handle is None
+    assert site.ended == ["trainer-0"] and not site.seat.ranks
 
 
 @pytest.mark.parametrize("error", [WorkerFailed("bad batch"), ConfigError("bad recipe")])
@@ -82,7 +82,7 @@ async def test_what_the_trainer_itself_says_is_no_loss(error: Exception) -> None
     await site.seat.fill()
     with pytest.raises(type(error), match="bad") as caught:
         await site.seat.call("fail", error, deadline_s=5.0)
-    assert not isinstance(caught.value, TrainerLost) and site.seat.handle is not None
+    assert not isinstance(caught.value, TrainerLost) and site.seat.ranks
 
 
 async def test_a_time_out_of_the_trainers_own_is_no_hang() -> None:

@@ -86,7 +86,7 @@ class Site:
         self.handles[name] = handle_of(name, Engine(self, name))
         return self.handles[name]
 
-    async def spawn_trainer(self, name: str) -> Handle:
+    async def spawn_trainer(self, name: str, rank: int) -> Handle:
         self.handles[name] = handle_of(name, Trainer(self, name))
         return self.handles[name]
 

@@ -23,6 +23,7 @@ from areal.flow.rollout.budget import FailureBudget
 from areal.flow.rollout.crew import Crew
 from areal.flow.rollout.worker import GroupRequest, Part
 from areal.flow.stall import Scene
+from areal.flow.trainer.seat import TrainerSeat
 
 QUIET_S = 0.2
 
@@ -62,18 +63,23 @@ class Site:
         self.fleet = Fleet(self.spawn_engine, self.crew.use_engines)
         self.budget = FailureBudget(max_share=1.0, window=8)
         self.filling: dict[Kind, int] = {"engine": 0, "rollout": 0}
+        self.seat = TrainerSeat(self.spawn_rank, 2)
         self.scene = Scene(
             fleet=self.fleet,
             crew=self.crew,
             buffer=self.buffer,
             pacing=Pacing(batch_size=2, max_staleness=1, max_steps=9, served=0, num_issued=3, num_dropped=0),
             budget=self.budget,
+            trainer=self.seat,
             filling=self.filling,
         )
 
     async def spawn_engine(self, name: str) -> Handle:
         self.engines[name] = Engine()
         return handle_of(name, self.engines[name])
+
+    async def spawn_rank(self, name: str, rank: int) -> Handle:
+        return handle_of(name, object())
 
     async def spawn_rollout(self, name: str) -> Handle:
         return handle_of(name, Rollout())
@@ -134,6 +140,21 @@ async def test_a_worker_that_gives_no_sign_of_life_is_held_responsible(
     assert found.suspects == {"engine-1": "engine-1 gave no sign of life for 0.1 s"}
     assert found.sentence.endswith("; engine-1 gave no sign of life for 0.1 s")
     assert found.stacks.startswith("==== engine-1\n") and "test_stall" in found.stacks, "what it was doing"
+
+
+async def test_a_rank_of_the_trainer_that_gives_no_sign_of_life_is_named(
+    site: Site, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await site.seat.fill()
+    assert not (await site.scene.explain(1, 2, 61.0)).suspects
+
+    async def silent(deadline_s: float) -> bool:
+        return False
+
+    monkeypatch.setattr(site.seat.ranks["trainer-0.1"], "ping", silent)
+    found = await site.scene.explain(1, 2, 61.0)
+    assert found.suspects == {"trainer-0.1": "trainer-0.1 gave no sign of life for 0.1 s"}
+    assert found.stacks.startswith("==== trainer-0.1\n")
 
 
 async def test_an_engine_that_makes_no_token_is_held_responsible(site: Site) -> None:

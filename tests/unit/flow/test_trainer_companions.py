@@ -110,7 +110,9 @@ def worker_of(algorithm: str, backend: str = "AbleBackend", minibatches: int = 1
     able = frozenset({"critic"}) if backend == "AbleBackend" else frozenset[str]()
     component = Component(name="noting", factory=f"{__name__}:{backend}", capabilities=able)
     made = Component(name="asking", factory=f"{__name__}:{algorithm}")
-    return TrainerWorker(component, None, context, made, needs, 1.0)
+    worker = TrainerWorker(component, None, context, made, needs, 1.0)
+    worker.make()
+    return worker
 
 
 def request(version: int = 0, num_groups: int = 4) -> TrainRequest:

@@ -80,6 +80,7 @@ def make_worker(*, minibatches: int = 1, temperature: float = 0.5, **options: An
     training = TrainingSpec(minibatches=minibatches)
     context = BackendContext(model=ModelSpec(), training=training, accelerator=None, seed=3)  # type: ignore[arg-type]
     worker = TrainerWorker(BACKEND, {"some": "options"}, context, ALGORITHM, options, temperature)
+    worker.make()
     return worker, NotingBackend.last
 
 

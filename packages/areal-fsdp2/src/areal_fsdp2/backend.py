@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from weakref import WeakSet
 
 import torch
-import torch.distributed as dist
 
 from areal.algorithms.update.schedule import learning_rate as scheduled_rate
 from areal.contracts.algorithm import Loss
@@ -15,7 +16,11 @@ from areal.contracts.messages import Batch
 from areal.contracts.specs import BackendContext
 from areal.contracts.transfer import Layout, Receipt, Transfer, local_host
 from areal.errors import ConfigError, WorkerFailed
-from areal_fsdp2 import loading, state
+from areal_fsdp2 import loading, lora, state
+from areal_fsdp2.boxes import Kinds
+from areal_fsdp2.checkpoint import Checkpoints, Export
+from areal_fsdp2.export import stage
+from areal_fsdp2.lora import Adapters
 from areal_fsdp2.mesh import Mesh, leave
 from areal_fsdp2.model import PackedModel, make_model
 from areal_fsdp2.optimizer import Optimizer
@@ -24,7 +29,8 @@ from areal_fsdp2.passes import Passes
 from areal_fsdp2.probing import check_packing
 from areal_fsdp2.publishing import Publishing
 from areal_fsdp2.reference import FrozenReference
-from areal_fsdp2.shards import Shards, parts_of
+from areal_fsdp2.shards import Part, Shards, parts_of
+from areal_fsdp2.trained import Trained
 
 _STARTED: WeakSet[Fsdp2Backend] = WeakSet()
 """The backends of this process that use its process group; the last one that closes gives it back."""
@@ -46,10 +52,13 @@ class Fsdp2Backend:
         self._model: PackedModel | None = None
         self._reference: FrozenReference | None = None
         self._publishing: Publishing | None = None
+        self._checkpoints: Checkpoints | None = None
+        self._adapters: Adapters | None = None
         self._mesh: Mesh
         self._shards: Shards
         self._passes: Passes
         self._optimizer: Optimizer
+        self._trained: Trained
 
     def start(self) -> None:
         """Meet the other ranks, read this rank's share of the model and make the optimizer; WorkerFailed."""
@@ -59,17 +68,28 @@ class Fsdp2Backend:
         _STARTED.add(self)
         model = make_model(context, self._options, self._mesh, folder)
         parts = parts_of(model.module)
-        loading.read(parts, folder, model.optional)
+        loading.read([part for part in parts if not lora.is_adapter(part.name)], folder, model.optional)
+        self._shards = self._published(model, parts)
         check_packing(model, context, self._mesh.device)
-        self._shards = Shards(parts, context.model.dtype)
         self._publishing = Publishing(self._shards, context.rank)
         self._passes = Passes(model, self._mesh, context.training.micro_batch_tokens)
         stages = self._mesh.group("pp") if self._mesh.dimensions.pp > 1 else None
         self._optimizer = Optimizer(
             model, context.training, self._options.adam_eps, self._mesh.device, stages, model.uncounted()
         )
+        self._trained = Trained(model.module, self._optimizer.adam)
+        self._checkpoints = Checkpoints(context.training.step_timeout_s)
         self._tokenizer = loading.tokenizer_of(folder)
         self._model = model
+
+    def _published(self, model: PackedModel, parts: list[Part]) -> Shards:
+        """Return what engines get; LoRA's factors come into being here."""
+        dtype = self._context.model.dtype
+        if self._options.lora is None:
+            return Shards(parts, dtype)
+        lora.initialise(model.module, self._context.seed)
+        self._adapters = Adapters(model.module, parts, self._options.lora, dtype)
+        return self._adapters.published
 
     def logprobs(self, batch: Batch) -> list[tuple[float, ...]]:
         """Return for each row [T] logprobs of its tokens (0 where loss_mask is False) under the current weights."""
@@ -89,7 +109,7 @@ class Fsdp2Backend:
     def freeze_reference(self) -> None:
         """Keep a copy of this rank's current weights (float32) as its part of ``actor@0``."""
         self._started()
-        self._reference = FrozenReference([part.view.clone() for part in self._shards.parts])
+        self._reference = FrozenReference([part.view.clone() for part in self._trained.parts])
 
     def reference_logprobs(self, batch: Batch) -> list[tuple[float, ...]]:
         """Return what `logprobs` does, under the weights of ``actor@0``."""
@@ -98,7 +118,7 @@ class Fsdp2Backend:
                 "there is no reference: it is frozen before the first step, and this run went on from a checkpoint "
                 "without one; give algorithm.ref an HF folder, or start a new run"
             )
-        with self._reference.in_place([part.view for part in self._shards.parts]):
+        with self._reference.in_place([part.view for part in self._trained.parts]):
             return self.logprobs(batch)
 
     def train_step(self, batch: Batch, loss: Loss, learning_rate: float | None = None) -> Mapping[str, float]:
@@ -124,6 +144,7 @@ class Fsdp2Backend:
             dtype=self._context.model.dtype,
             tensors=self._shards.tensors,
             pieces=self._shards.pieces if dimensions.world > 1 else (),
+            adapter=None if self._adapters is None else self._adapters.adapter,
         )
 
     def send(self, transfer: Transfer) -> Receipt:
@@ -133,38 +154,70 @@ class Fsdp2Backend:
         return self._publishing.send(transfer)
 
     def save(self, path: str) -> None:
-        """Write ``path/model`` (HF, in ``model.dtype``) and a file of each rank's float32 weights and all the rest."""
+        """Copy all of the state and begin to write it to ``path``, see checkpoint.py; `finish_save` ends it."""
         model = self._started()
-        folder = Path(path)
-        folder.mkdir(parents=True, exist_ok=True)
-        dtype: torch.dtype = getattr(torch, self._context.model.dtype)
-        state.save_model(model, self._shards, self._tokenizer, dtype, folder / state.MODEL_FOLDER)
-        everything = {
-            "weights": [part.view.contiguous() for part in self._shards.parts],
-            "optimizer": self._optimizer.state_dict(),
+        rest = {
             "num_updates": self._num_updates,
+            "scale": self._optimizer.scale.state_dict(),
+            "steps": self._trained.steps(),
             "random": state.random_state(self._mesh.device),
-            "reference": None if self._reference is None else self._reference.weights,
         }
-        state.save_state(everything, self._state_file(folder))
-        dist.barrier()
+        assert self._checkpoints is not None
+        self._checkpoints.save(Path(path), self._kinds(), rest, self._exports(model))
+
+    def finish_save(self) -> None:
+        """Wait until the last `save` is whole on disk; JournalError where it cannot be written."""
+        self._started()
+        assert self._checkpoints is not None
+        self._checkpoints.finish()
 
     @torch.no_grad()
     def load(self, path: str) -> None:
-        """Restore what `save` wrote, bit for bit; JournalError when it is not there, ConfigError for another model."""
+        """Restore what `save` wrote on any mesh; JournalError when it is not there, ConfigError for another model.
+
+        A checkpoint of the backend `torch` is read, too.
+        """
         self._started()
-        saved = state.load_state(self._state_file(Path(path)))
-        weights: list[torch.Tensor] = saved["weights"]
-        parts = self._shards.parts
-        if [tensor.shape for tensor in weights] != [part.view.shape for part in parts]:
-            raise ConfigError(f"the checkpoint {path!r} holds another model than {self._context.model.path!r}")
-        for part, tensor in zip(parts, weights, strict=True):
-            part.view.copy_(tensor)
-        self._optimizer.load_state_dict(saved["optimizer"])
-        self._num_updates = saved["num_updates"]
-        kept: list[torch.Tensor] | None = saved["reference"]
-        self._reference = None if kept is None else FrozenReference([tensor.to(self._mesh.device) for tensor in kept])
-        state.set_random_state(saved["random"], self._mesh.device)
+        parts = self._trained.parts
+        assert self._checkpoints is not None
+        saved = self._checkpoints.open(Path(path), parts, self._context.model.path)
+        self._trained.restart(saved.rest["steps"])
+        self._reference = None
+        if any(key.startswith("reference/") for key in saved.shapes):
+            self._reference = FrozenReference([torch.empty_like(part.view) for part in parts])
+        saved.read(self._kinds())
+        self._num_updates = saved.rest["num_updates"]
+        self._optimizer.scale.load_state_dict(saved.rest["scale"])
+        states = saved.rest["random"]
+        state.set_random_state(states[self._context.rank % len(states)], self._mesh.device)
+
+    def _kinds(self) -> Kinds:
+        """Return this rank's parts of all that a checkpoint holds."""
+        parts = self._trained.parts
+        kinds: dict[str, list[Part]] = {"weights": parts, **self._trained.moments()}
+        if self._reference is not None:
+            kept = self._reference.weights
+            kinds["reference"] = [replace(part, view=view) for part, view in zip(parts, kept, strict=True)]
+        return kinds
+
+    def _exports(self, model: PackedModel) -> list[Export]:
+        """Return the folders beside the checkpoint: the model, and what of it is LoRA's."""
+        dtype: torch.dtype = getattr(torch, self._context.model.dtype)
+        adapters = self._adapters
+        weights = stage(self._shards if adapters is None else adapters.merged)
+        exports = [Export("model", weights, lambda folder: state.describe(model, self._tokenizer, dtype, folder))]
+        if adapters is not None:
+            base = self._context.model.path
+            exports.append(
+                Export(
+                    "adapter",
+                    stage(adapters.alone),
+                    lambda folder: adapters.describe(folder, base),
+                    stem="adapter_model",
+                    max_bytes=sys.maxsize,  # PEFT reads one file
+                )
+            )
+        return exports
 
     def interrupt(self) -> None:
         """Make the `send` that runs wait no longer for receivers that are gone, where the resharder can."""
@@ -175,6 +228,8 @@ class Fsdp2Backend:
         """Close the sender, if there is one; the last backend of a process leaves the process group."""
         if self._publishing is not None:
             self._publishing.close()
+        if self._checkpoints is not None:
+            self._checkpoints.close()
         self._model = None
         if self in _STARTED:
             _STARTED.discard(self)
@@ -185,6 +240,3 @@ class Fsdp2Backend:
         if self._model is None:
             raise WorkerFailed("the backend was used before start; call start first")
         return self._model
-
-    def _state_file(self, folder: Path) -> Path:
-        return folder / f"trainer-{self._context.rank}-of-{self._context.world_size}.pt"

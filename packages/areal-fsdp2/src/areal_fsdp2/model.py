@@ -14,7 +14,7 @@ from areal.algorithms.update.logprobs import head_logprobs, logit_scaling
 from areal.algorithms.update.packing import Packed
 from areal.contracts.specs import AmpSpec, BackendContext, TrainingSpec
 from areal.errors import WorkerFailed
-from areal_fsdp2 import loading, sequence
+from areal_fsdp2 import loading, lora, sequence
 from areal_fsdp2.experts import expert_layers, rows_within_experts, spread_experts
 from areal_fsdp2.mesh import Mesh
 from areal_fsdp2.options import Fsdp2Options
@@ -140,6 +140,8 @@ def layers_of(module: nn.Module) -> nn.ModuleList:
 def make_model(context: BackendContext, options: Fsdp2Options, mesh: Mesh, folder: Any) -> PackedModel:
     """Return the model of a role, spread over the mesh, with memory that is not filled yet."""
     model = _on_meta(context, mesh, folder)
+    if options.lora is not None:
+        lora.inject(model.module, options.lora, model.optional)
     if mesh.dimensions.pp > 1:
         model.has_tied_copy = keep_stage(model.module, mesh.place["pp"], mesh.dimensions.pp)
     if mesh.dimensions.sp > 1:

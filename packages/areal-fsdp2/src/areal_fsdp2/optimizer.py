@@ -48,7 +48,8 @@ class LossScale:
         return {"value": self.value, "num_good": self._num_good}
 
     def load_state_dict(self, state: dict[str, float]) -> None:
-        if self._is_dynamic:
+        """Go on from a state; one of a scale that was off is empty."""
+        if self._is_dynamic and state:
             self.value, self._num_good = float(state["value"]), int(state["num_good"])
 
 
@@ -110,21 +111,6 @@ class Optimizer:
         self.scale.update(finite)
         self.adam.zero_grad()
         return float(norm), not finite
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return this rank's parts of the moments, parameter by parameter, and the loss scale."""
-        moments = [{name: local(value) for name, value in self.adam.state[p].items()} for p in self._parameters]
-        return {"moments": moments, "scale": self.scale.state_dict()}
-
-    @torch.no_grad()
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        for parameter, saved in zip(self._parameters, state["moments"], strict=True):
-            moments: dict[str, Tensor] = {}
-            for name, value in saved.items():
-                moments[name] = torch.zeros_like(parameter) if name != "step" else torch.zeros_like(value)
-                local(moments[name]).copy_(value)
-            self.adam.state[parameter] = moments
-        self.scale.load_state_dict(state["scale"])
 
 
 def total_norm(parameters: list[nn.Parameter], stages: dist.ProcessGroup | None = None) -> Tensor:

@@ -2,12 +2,37 @@
 
 from __future__ import annotations
 
-from pydantic import NonNegativeInt, PositiveFloat, PositiveInt
+from importlib.util import find_spec
+from typing import Annotated, Literal
+
+from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt
 
 from areal.contracts.backend import DistributedOptions
+from areal.contracts.options import Options
 from areal.contracts.specs import ModelSpec, TrainerDevices, TrainingSpec
 from areal_fsdp2.dimensions import Dimensions
 from areal_fsdp2.limits import Shape, chosen, problem_of, shape_of
+
+
+class LoraOptions(Options):
+    """LoRA (Hu et al., arXiv 2106.09685). Invariant: the weights of the model's folder never change."""
+
+    rank: PositiveInt = 16
+    """Inner size of the trained factors."""
+    alpha: PositiveFloat = 32.0
+    """W + (alpha / rank) B A."""
+    target_modules: Annotated[tuple[str, ...], Field(min_length=1)] = (
+        "q_proj",
+        "k_proj",
+        "v_proj",
+        "o_proj",
+        "gate_proj",
+        "up_proj",
+        "down_proj",
+    )
+    """Last parts of the names of the linear layers that get factors."""
+    publish: Literal["merged", "adapter"] = "merged"
+    """What engines get: whole weights, or the factors alone, for an engine that serves LoRA adapters."""
 
 
 class Fsdp2Options(DistributedOptions):
@@ -28,10 +53,14 @@ class Fsdp2Options(DistributedOptions):
     cpu_offload: bool = False
     """Weights, gradients and moments rest in the host's memory, and the update is made there."""
 
+    lora: LoraOptions | None = None
+    """Train LoRA factors in place of all weights (extra ``lora``); with data and sequence parallelism only."""
+
     def problem(self, devices: TrainerDevices, model: ModelSpec, training: TrainingSpec) -> str:
         """Return why this cannot run, with the nearest values that can; empty: it can."""
         shape = shape_of(model)
-        return problem_of(self._wanted(devices, model, shape), devices.world_size, shape)
+        wanted = self._wanted(devices, model, shape)
+        return problem_of(wanted, devices.world_size, shape) or self._lora_problem(wanted)
 
     def dimensions(self, devices: TrainerDevices, model: ModelSpec) -> Dimensions:
         """Return the sizes of the mesh; only where `problem` has nothing to say."""
@@ -40,6 +69,16 @@ class Fsdp2Options(DistributedOptions):
         return Dimensions(
             pp=wanted.pp, replicate=wanted.replicate, shard=shard, sp=wanted.sp, tp=wanted.tp, ep=wanted.ep
         )
+
+    def _lora_problem(self, wanted: Dimensions) -> str:
+        if self.lora is None:
+            return ""
+        if others := [f"{name} {size}" for name in ("tp", "pp", "ep") if (size := getattr(wanted, name)) > 1]:
+            nearest = ", ".join(f"{other.split()[0]} 1" for other in others)
+            return f"lora trains with dp and sp and not with {', '.join(others)}; use {nearest}, or leave lora out"
+        if find_spec("peft") is None:
+            return "lora needs the package peft, which is not installed; run: pip install 'areal-fsdp2[lora]'"
+        return ""
 
     def _wanted(self, devices: TrainerDevices, model: ModelSpec, shape: Shape | None) -> Dimensions:
         """Return what the recipe asks for; `shard` is left open (1)."""

@@ -110,7 +110,7 @@ class Passes:
             pipeline.evaluate(lengths, work)
             return
         pipeline.train(lengths, work, lambda is_last: _set_sync(self._model, is_last))
-        if self._model.has_tied_copy:
+        if self._model.has_tied_copy and self._model.embedding.requires_grad:
             add_tied(self._model.embedding, pipeline.group)
 
     def _everybodys(self, own: list[Tensor], hands: list[list[Hand]], batch: Batch) -> list[list[float]]:

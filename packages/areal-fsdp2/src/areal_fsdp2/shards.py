@@ -17,6 +17,9 @@ from areal.algorithms.update.regions import Box, Region, regions
 from areal.contracts.transfer import Piece, TensorSpec
 from areal.errors import WorkerFailed
 
+ADAPTER_PREFIX = "base_model.model."
+"""How PEFT's files begin the names of LoRA factors."""
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Part:
@@ -62,7 +65,11 @@ class Shards:
     def own(self) -> Iterator[tuple[str, Tensor]]:
         """Yield (HF name, tensor) for each of this rank's `pieces`, in their order."""
         for piece in self.pieces[dist.get_rank()]:
-            yield self.tensors[piece.tensor].name, self._views[piece.tensor, piece.start]
+            yield self.tensors[piece.tensor].name, self.view(piece)
+
+    def view(self, piece: Piece) -> Tensor:
+        """Return one of this rank's pieces."""
+        return self._views[piece.tensor, piece.start]
 
     def gathered(self) -> Iterator[tuple[str, Tensor]]:
         """Yield (HF name, whole tensor) on rank 0, one at a time; on other ranks send what it needs and yield nothing.
@@ -80,14 +87,14 @@ class Shards:
             else:
                 for owner, piece in boxes:
                     if owner == rank:
-                        dist.send(self._views[piece.tensor, piece.start].contiguous(), 0)
+                        dist.send(self.view(piece).contiguous(), 0)
 
     def _assembled(self, spec: TensorSpec, boxes: Sequence[tuple[int, Piece]]) -> Tensor:
         sample = self.parts[0].view
         whole = torch.empty(spec.shape, dtype=sample.dtype, device=sample.device)
         for owner, piece in boxes:
             if owner == 0:
-                whole[piece.box] = self._views[piece.tensor, piece.start]
+                whole[piece.box] = self.view(piece)
             else:
                 arrived = torch.empty(piece.shape, dtype=sample.dtype, device=sample.device)
                 dist.recv(arrived, owner)
@@ -107,12 +114,20 @@ class Shards:
 
 def parts_of(module: nn.Module) -> list[Part]:
     """Return what this rank holds of each parameter of a Hugging Face module, tied ones once, empty parts left out."""
-    return [
-        part
-        for name, parameter in module.named_parameters()
-        for region in regions(name, tuple(parameter.shape))
-        if (part := part_of(region, parameter)) is not None
-    ]
+    return [part for name, parameter in module.named_parameters() for part in parts_of_parameter(name, parameter)]
+
+
+def parts_of_parameter(name: str, parameter: Tensor) -> list[Part]:
+    """Return what this rank holds of a parameter, or of a tensor that is placed as it is."""
+    found = (part_of(region, parameter) for region in regions_of(name, tuple(parameter.shape)))
+    return [part for part in found if part is not None]
+
+
+def regions_of(name: str, shape: tuple[int, ...]) -> list[Region]:
+    """Return the files' tensors that make up a parameter of a module that may have LoRA in it."""
+    if ".lora_" in name:
+        return regions(ADAPTER_PREFIX + name.replace(".default.", "."), shape)
+    return regions(name.replace(".base_layer.", "."), shape)
 
 
 def own_box(parameter: Tensor) -> Box:

@@ -1,76 +1,62 @@
-"""A checkpoint: an HF folder for everybody, and beside it each rank's exact state for going on."""
+"""What of a checkpoint is no tensor: the files beside weights, counts, random numbers."""
 
 from __future__ import annotations
 
-import os
-import shutil
+from errno import EINVAL
+from io import BytesIO
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
-from safetensors.torch import save_file
 from transformers import PreTrainedTokenizerBase
 
-from areal.errors import JournalError, WorkerFailed
+from areal.errors import JournalError, WorkerFailed, first_line
+from areal_fsdp2.export import sync
 from areal_fsdp2.model import PackedModel
-from areal_fsdp2.shards import Shards
-
-MODEL_FOLDER = "model"
 
 
-def save_model(
-    model: PackedModel, shards: Shards, tokenizer: PreTrainedTokenizerBase | None, dtype: torch.dtype, folder: Path
-) -> None:
-    """Write the HF folder `folder` with weights cast to `dtype`; it appears whole or not at all. All ranks call it."""
-    unfinished, old = (folder.with_name(f".{folder.name}.{word}") for word in ("new", "old"))
-    weights = {name: tensor.to(dtype).cpu() for name, tensor in shards.gathered()}
-    if dist.get_rank() != 0:
-        return
-    for leftover in (unfinished, old):
-        shutil.rmtree(leftover, ignore_errors=True)
-    unfinished.mkdir(parents=True)
-    save_file(weights, unfinished / "model.safetensors", metadata={"format": "pt"})
+def describe(model: PackedModel, tokenizer: PreTrainedTokenizerBase | None, dtype: torch.dtype, folder: Path) -> None:
+    """Write what a Hugging Face folder has beside weights; `dtype` is theirs."""
     config = model.module.config
     held, config.dtype = config.dtype, dtype
     config.architectures = [type(model.module).__name__]
-    config.save_pretrained(unfinished)
+    config.save_pretrained(folder)
     config.dtype = held
     if model.module.can_generate() and model.module.generation_config is not None:
-        model.module.generation_config.save_pretrained(unfinished)
+        model.module.generation_config.save_pretrained(folder)
     if tokenizer is not None:
-        tokenizer.save_pretrained(unfinished)
-    for file in (*unfinished.iterdir(), unfinished):
-        _sync(file)
-    if folder.exists():
-        folder.rename(old)
-    unfinished.rename(folder)
-    _sync(folder.parent)
-    shutil.rmtree(old, ignore_errors=True)
+        tokenizer.save_pretrained(folder)
 
 
 def save_state(state: dict[str, Any], path: Path) -> None:
-    """Write `state` (tensors and plain values) to the file `path`; it appears whole or not at all."""
+    """Write `state` (plain values, small tensors) to the file `path`; it appears whole or not at all."""
     unfinished = path.with_name(f"{path.name}.tmp")
-    torch.save(state, unfinished)
-    _sync(unfinished)
+    memory = BytesIO()  # torch.save hides what the disk says
+    torch.save(state, memory)
+    unfinished.write_bytes(memory.getbuffer())
+    sync(unfinished)
     unfinished.replace(path)
-    _sync(path.parent)
+    sync(path.parent)
 
 
-def load_state(path: Path) -> dict[str, Any]:
-    """Return what `save_state` wrote, its tensors on the CPU; JournalError when it is missing or damaged."""
+def load_state(path: Path, *, is_mapped: bool = False) -> dict[str, Any]:
+    """Return what `save_state` wrote, its tensors on the CPU; JournalError when it is missing or damaged.
+
+    `is_mapped`: what nobody looks at is not read.
+    """
     if not path.is_file():
         raise JournalError(
-            f"{str(path.parent)!r} is not a checkpoint of the backend 'fsdp2' on this mesh: it has no {path.name}; "
-            "put the file back, or start a new run from an older checkpoint with model.path=CHECKPOINT/model"
+            f"{str(path.parent.parent)!r} is not a checkpoint of the backend 'fsdp2': it has no "
+            f"{path.parent.name}/{path.name}; put the file back, or start a new run from an older checkpoint with "
+            "model.path=CHECKPOINT/model"
         )
     try:
-        return torch.load(path, map_location="cpu", weights_only=True)
-    except (MemoryError, OSError) as error:  # nothing is wrong with the file
-        raise WorkerFailed(f"{str(path)!r} cannot be read: {error or type(error).__name__}") from error
+        return torch.load(path, map_location="cpu", weights_only=True, mmap=is_mapped)
     except Exception as error:  # torch.load raises whatever its unpickler meets
-        raise JournalError(f"{str(path)!r} is damaged ({error}); go on from an older checkpoint") from error
+        # In a file cut short it seeks to before the beginning; with other such errors nothing is wrong with the file.
+        if isinstance(error, MemoryError) or (isinstance(error, OSError) and error.errno != EINVAL):
+            raise WorkerFailed(f"{str(path)!r} cannot be read: {error or type(error).__name__}") from error
+        raise JournalError(f"{str(path)!r} is damaged ({first_line(error)}); go on from an older checkpoint") from error
 
 
 def random_state(device: torch.device) -> dict[str, torch.Tensor]:
@@ -85,11 +71,3 @@ def set_random_state(state: dict[str, torch.Tensor], device: torch.device) -> No
     torch.set_rng_state(state["cpu"].cpu())
     if "device" in state and device.type != "cpu":
         torch.get_device_module(device).set_rng_state(state["device"].cpu())
-
-
-def _sync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -13,6 +13,7 @@ from areal.contracts.messages import Group
 from areal.contracts.transfer import Layout
 from areal.flow.buffer.buffer import ReplayBuffer
 from areal.flow.buffer.journal import Journal, Recovery
+from areal.flow.comparing import Comparing, ParitySettings
 from areal.flow.engine.fleet import Fleet
 from areal.flow.evaluator import Evaluator
 from areal.flow.keeper import Bounds as WorkerBounds
@@ -24,7 +25,9 @@ from areal.flow.publishing import Publishing
 from areal.flow.restarts import Restarts
 from areal.flow.rollout.budget import FailureBudget
 from areal.flow.rollout.crew import Crew
+from areal.flow.saving import Saving
 from areal.flow.sharing import DeviceSharing, OwnDevices
+from areal.flow.trainer.checkpoint import Checkpoints
 from areal.flow.trainer.parity import Bounds
 from areal.flow.trainer.seat import TrainerSeat
 from areal.flow.weights.publisher import Publisher
@@ -54,6 +57,7 @@ class Assembly:
         journal: Journal,
         observer: RunObserver,
         sharing: OwnDevices,
+        checkpoints: Checkpoints,
         recovery: Recovery | None,
     ) -> Stages:
         """`source`: the trainer's layout; `recovery`: what an earlier controller left, if there was one."""
@@ -76,6 +80,15 @@ class Assembly:
             sharing.lost = keeper.lost
         pacing = self._pacing(recovery)
         mixture, buffer = self._filled(crew, journal, recovery)
+        publishing = Publishing(
+            publisher=self._publisher(seat, source, fleet),
+            fleet=fleet,
+            journal=journal,
+            pacing=pacing,
+            keeper=keeper,
+            sharing=sharing,
+            told=observer.weights_published,
+        )
         return Stages(
             trainer=seat,
             keeper=keeper,
@@ -86,15 +99,11 @@ class Assembly:
             pacing=pacing,
             buffer=buffer,
             journal=journal,
-            publishing=Publishing(
-                publisher=self._publisher(seat, source, fleet),
-                fleet=fleet,
-                journal=journal,
-                pacing=pacing,
-                keeper=keeper,
-                sharing=sharing,
-                told=observer.weights_published,
+            publishing=publishing,
+            comparing=Comparing(
+                self._parity_settings(), trainer=seat, crew=crew, publishing=publishing, sharing=sharing
             ),
+            saving=Saving(checkpoints),
             sharing=sharing,
             budget=FailureBudget(max_share=config.rollout.max_failed_share, window=config.rollout.failure_window),
         )
@@ -142,14 +151,25 @@ class Assembly:
             max_staleness=config.staleness.max,
             on_excess=config.staleness.on_excess,
             step_timeout_s=config.training.step_timeout_s,
-            quiet_time_s=config.failures.quiet_time_s or 2 * config.rollout.episode_timeout_s,
+            quiet_time_s=self._quiet_time_s,
             on_stall=config.failures.on_stall,
             max_buffer_bytes=config.rollout.max_buffer_mb << 20,
             evaluate_every=config.evaluation.every_steps,
             checkpoint_every=config.checkpoint.every_steps,
-            parity_prompts=config.parity.prompts,
-            parity_every=config.parity.every_steps,
-            parity_bounds=Bounds(mean=config.parity.max_mean, kl=config.parity.max_kl),
+        )
+
+    @property
+    def _quiet_time_s(self) -> float:
+        return self._config.failures.quiet_time_s or 2 * self._config.rollout.episode_timeout_s
+
+    def _parity_settings(self) -> ParitySettings:
+        parity = self._config.parity
+        return ParitySettings(
+            prompts=parity.prompts,
+            every=parity.every_steps,
+            bounds=Bounds(mean=parity.max_mean, kl=parity.max_kl),
+            answer_s=self._quiet_time_s,
+            deadline_s=self._config.training.step_timeout_s,
         )
 
     def _keeper_settings(self) -> KeeperSettings:

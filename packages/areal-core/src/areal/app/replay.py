@@ -16,10 +16,11 @@ from rich.table import Table
 from areal.app.resolve import Resolved, resolve
 from areal.app.workers import Workers, with_path
 from areal.config import load_recipe
-from areal.contracts.cluster import Cluster, Handle
+from areal.contracts.cluster import Cluster
 from areal.errors import JournalError
 from areal.flow.buffer.view import JournalView
 from areal.flow.engine.fleet import START_DEADLINE_S
+from areal.flow.trainer.seat import TrainerSeat
 from areal.flow.trainer.worker import TrainRequest
 from areal.monitor.folder import RunFolder
 from areal.plugins import discover
@@ -183,10 +184,12 @@ class _Again:
                     "trained on; somebody removed rows from the table consumed"
                 )
 
-    async def _trainer(self, cluster: Cluster) -> Handle:
+    async def _trainer(self, cluster: Cluster) -> TrainerSeat:
         model = with_path(self._config.model, self._resolved.model_path or str(self._folder.model))
-        trainer = await Workers(self._resolved, model, cluster, self._folder, self._block).trainer("trainer-0")
-        await trainer.call("start", deadline_s=START_DEADLINE_S)
+        workers = Workers(self._resolved, model, cluster, self._folder, self._block)
+        trainer = TrainerSeat(workers.trainer, workers.num_ranks)
+        await trainer.fill()
+        await trainer.start(START_DEADLINE_S)
         return trainer
 
     def _request(self, step: int) -> TrainRequest:

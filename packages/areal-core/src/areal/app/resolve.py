@@ -155,6 +155,12 @@ def _check_devices(config: RunConfig, backend: Chosen) -> None:
             f"'resources.train' asks for {devices.world_size} devices and the backend {component.name!r} trains on "
             "one; ask for one, or use a backend for many, such as fsdp2"
         )
+    if devices.world_size > 1 and _cluster_name(config) == INLINE:
+        why = "AREAL_DEBUG_MODE asks for" if env.debug_mode() else "the recipe names"
+        raise ConfigError(
+            f"'resources.train' asks for {devices.world_size} devices, one process each, and {why} the cluster "
+            f"{INLINE!r}, which is one process; ask for one device, or use cluster ray"
+        )
     if isinstance(backend.options, DistributedOptions) and (
         problem := backend.options.problem(devices, config.model, config.training)
     ):

@@ -147,7 +147,7 @@ class Controller:
         """Start the workers, connect the stages, go round; return the last checkpoint's folder."""
         model = with_path(self._config.model, self._resolved.model_path or str(self._folder.model))
         workers = Workers(self._resolved, model, cluster, self._folder, self._block)
-        seat = TrainerSeat(workers.trainer)
+        seat = TrainerSeat(workers.trainer, workers.num_ranks)
         crew = Crew(workers.rollout, self._config.rollout.episode_timeout_s)
         fleet = Fleet(workers.engine, crew.use_engines)
         sharing = DeviceSharing(fleet, seat) if self._config.resources.shared else OwnDevices()
@@ -166,11 +166,10 @@ class Controller:
         stack.callback(view.close)
         observer = RunObserver(view, self._trackers(stack, view), self._plugins, self._folder)
         assembly = Assembly(self._resolved, self._plugins, self._folder)
-        stages = assembly.stages(cluster, seat, source, fleet, crew, journal, observer, sharing, recovery)
+        stages = assembly.stages(cluster, seat, source, fleet, crew, journal, observer, sharing, checkpoints, recovery)
         self._loop = Loop(
             assembly.settings(),
             stages,
-            checkpoints.save,
             lambda: self._replace_trainer(seat, sharing, journal),
             observer,
             step,
@@ -192,7 +191,7 @@ class Controller:
         except WorkerFailed as error:
             raise TrainerLost(str(error)) from error
         await sharing.to_trainer()
-        await seat.call("start", deadline_s=START_DEADLINE_S)
+        await seat.start(START_DEADLINE_S)
         return await self._restore(seat, journal)
 
     async def _restore(self, seat: TrainerSeat, journal: Journal) -> Recovery:
@@ -231,11 +230,11 @@ class Controller:
         try:
             await seat.fill()
             if not self._resolved.model_path and not self._folder.model.exists():
-                await seat.call(
+                await seat.call_first(
                     "prepare", TINY_MODEL, str(self._folder.model), self._config.seed, deadline_s=START_DEADLINE_S
                 )
             workers.model_is_there.set()
-            source: Layout = await seat.call("start", deadline_s=START_DEADLINE_S)
+            source = await seat.start(START_DEADLINE_S)
             for error in [error for errors in await others for error in errors]:
                 self._console.print(f"warning: {error}; trying again later", highlight=False, soft_wrap=True)
         finally:

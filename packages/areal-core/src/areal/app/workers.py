@@ -42,8 +42,7 @@ class Workers:
         if not isinstance(self._cluster, Reserves):
             return
         config = self._resolved.config
-        nodes = config.resources.train.num_nodes
-        trainer = self._resources("trainer", self._trainer_devices)
+        trainer = self._resources("trainer", 1)
         engine = self._resources("engine", self._engine_devices)
         if config.resources.shared:
             await self._cluster.reserve(
@@ -51,18 +50,26 @@ class Workers:
             )
             return
         rooms = [
-            Room(kind="trainer", resources=trainer, count=nodes, least=nodes, apart=nodes > 1),
+            Room(
+                kind="trainer",
+                resources=trainer,
+                count=self.num_ranks,
+                least=self.num_ranks,
+                apart=config.resources.train.num_nodes > 1,
+                together=trainer_devices(config).per_node,
+            ),
             Room(kind="engine", resources=engine, count=config.engine.replicas, least=config.engine.min),
         ]
         await self._cluster.reserve(rooms)
 
-    async def trainer(self, name: str) -> Handle:
+    async def trainer(self, name: str, rank: int) -> Handle:
         config, resolved = self._resolved.config, self._resolved
         context = BackendContext(
             model=self._model,
             training=config.training,
             accelerator=resolved.accelerator,
             seed=config.seed,
+            rank=rank,
             devices=trainer_devices(config),
         )
         args = (
@@ -74,7 +81,7 @@ class Workers:
             config.sampling.temperature,
         )
         factory = "areal.flow.trainer.worker:TrainerWorker"
-        return await self._spawn(name, "trainer", factory, args, self._trainer_devices)
+        return await self._spawn(name, "trainer", factory, args, 1, place=rank)
 
     async def engine(self, name: str) -> Handle:
         config, resolved = self._resolved.config, self._resolved
@@ -107,7 +114,9 @@ class Workers:
         await self.model_is_there.wait()
         return handle
 
-    async def _spawn(self, name: str, kind: str, factory: str, args: tuple[object, ...], devices: int) -> Handle:
+    async def _spawn(
+        self, name: str, kind: str, factory: str, args: tuple[object, ...], devices: int, place: int | None = None
+    ) -> Handle:
         return await self._cluster.spawn(
             WorkerSpec(
                 name=name,
@@ -116,15 +125,15 @@ class Workers:
                 args=args,
                 environment=self._environment(kind, devices),
                 resources=self._resources(kind, devices),
+                place=place,
                 python=self._resolved.engine_python if kind == "engine" else "",
             )
         )
 
     @property
-    def _trainer_devices(self) -> int:
-        """The trainer's devices on each of its nodes."""
-        train = self._resolved.config.resources.train
-        return max(1, train.total // train.num_nodes)
+    def num_ranks(self) -> int:
+        """Ranks of the trainer, one device each."""
+        return trainer_devices(self._resolved.config).world_size
 
     @property
     def _engine_devices(self) -> int:
@@ -137,7 +146,7 @@ class Workers:
         cores = len(os.sched_getaffinity(0))
         # An engine that slices its model computes in one process a device.
         ranks = 1 if config.resources.infer.parallel == "dp" else self._engine_devices
-        heavy = 1 if config.resources.shared else 1 + config.engine.replicas * ranks
+        heavy = 1 if config.resources.shared else self.num_ranks + config.engine.replicas * ranks
         threads = 1 if kind == "rollout" else max(1, cores // heavy)
         return self._resolved.accelerator.environment(devices, threads)
 

@@ -32,6 +32,13 @@ class Backend(Protocol):
     """One trainer rank. Made as ``factory(options, BackendContext)``; all ranks get the same calls.
 
     Invariant: the update depends on the batch, not on its packing into micro-batches.
+
+    Several ranks (capability `DISTRIBUTED`) are a process each. In one process there may be several instances: the
+    policy, a reference, a critic, made and started in this order on every rank. The first that starts makes the default
+    group of torch.distributed at ``BackendContext.rendezvous``, the others find it made and take their groups from it;
+    whoever made it ends it in `close`, which is called in the reverse order. What is computed over all ranks is
+    returned on every rank: rank 0's answers are the trainer's. An error on one rank should be one on all; where it is
+    not, the ranks that wait for it are ended after some time. A rank that dies ends all of them, without `close`.
     """
 
     def start(self) -> None:
@@ -61,12 +68,17 @@ class Backend(Protocol):
     def send(self, transfer: Transfer) -> Receipt:
         """Send this rank's pieces of the current weights along the transfer's plan (phase ``stage``); TransferFailed.
 
-        A plan whose source has no pieces wants every tensor whole from rank 0.
+        A plan whose source has no pieces wants every tensor whole from rank 0; the other ranks help to gather them and
+        return a receipt without checksums. A rank that cannot send takes part in the gathering to its end all the same,
+        and raises then.
         """
         ...
 
     def save(self, path: str) -> None:
-        """Write ``path/model`` (an HF folder with tokenizer) and the optimizer, schedule and RNG state beside it."""
+        """Write ``path/model`` (an HF folder with tokenizer) and the optimizer, schedule and RNG state beside it.
+
+        All ranks get the same folder, which is there and empty. See `SavesInBackground`.
+        """
         ...
 
     def load(self, path: str) -> None:
@@ -80,6 +92,22 @@ class Closes(Protocol):
 
     def close(self) -> None:
         """Give back shared memory, process groups and files; called once, after the last other call."""
+        ...
+
+
+@runtime_checkable
+class SavesInBackground(Protocol):
+    """Optional: a backend whose `save` returns as soon as later calls cannot change what it writes.
+
+    Invariant: what `finish_save` has returned for is whole on disk and is the state at the time of `save`.
+    """
+
+    def finish_save(self) -> None:
+        """Block until all that this rank writes of the last `save` is there, or raise; nothing to do: return.
+
+        Called on all ranks after each `save` and before the next, in a thread of its own beside other calls; so
+        collectives in it need a process group of their own.
+        """
         ...
 
 

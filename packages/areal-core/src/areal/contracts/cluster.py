@@ -24,6 +24,8 @@ class WorkerSpec:
     """Set before anything heavy is imported."""
     resources: Mapping[str, float] = field(default_factory=dict[str, float])
     """For example ``{"CPU": 1, "infer": 1}``."""
+    place: int | None = None
+    """Which of the places that its kind has reserved is its own, in their order; None: any that is free."""
     python: str = ""
     """Absolute path of the interpreter the worker runs in, the same on every machine; empty: the controller's."""
 
@@ -40,17 +42,19 @@ class Room:
     """How many are wanted."""
     least: int
     """Fewer than that are of no use."""
+    together: int = 1
+    """So many neighbours sit on one node; divides `count` and `least`."""
     apart: bool = False
-    """Each on a node of its own, instead of over as many nodes as there are."""
+    """These on a node of their own, instead of over as many nodes as there are."""
     beside: Mapping[str, Mapping[str, float]] = field(default_factory=dict[str, Mapping[str, float]])
     """Resources of one worker of each other kind that sits beside each of these, on the same devices."""
 
     @property
     def whole(self) -> Mapping[str, float]:
-        """Resources of one worker and of those beside it."""
+        """Resources of those that sit together and of those beside them."""
         everyone = (self.resources, *self.beside.values())
         names = dict.fromkeys(name for resources in everyone for name in resources)
-        return {name: sum(resources.get(name, 0.0) for resources in everyone) for name in names}
+        return {name: self.together * sum(resources.get(name, 0.0) for resources in everyone) for name in names}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -146,6 +146,11 @@ def pieces_of(layout: Layout, rank: int) -> tuple[Piece, ...]:
     )
 
 
+def local_address() -> str:
+    """Return `Layout.address` of this process."""
+    return env.node_address()
+
+
 def local_host() -> str:
     """Return `Layout.host` of this process: the machine's name and the identity of its shared memory.
 

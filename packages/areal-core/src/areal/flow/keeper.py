@@ -129,12 +129,13 @@ class Keeper:
 
     async def trainer_lost(self, reason: str) -> None:
         """Count the trainer's loss and wait until another one may be started; WorkerFailed when it is one too many."""
-        self._ledger.lost(self._seat.name, reason, self.step)
+        name = self._seat.culprit
+        self._ledger.lost(name, reason, self.step)
         if self._trainer_turn is None:
             self._trainer_turn = self._restarts.lost(self._seat.name, reason)
         else:  # its successor did not even come to work
             self._trainer_turn = self._restarts.failed(self._trainer_turn, self._seat.name, reason, counts=True)
-        self._listener.replaced(self._seat.name, reason)
+        self._listener.replaced(name, reason)
         await asyncio.sleep(self._trainer_turn.pause_s)
 
     @property
@@ -201,9 +202,8 @@ class Keeper:
 
     def _handles(self) -> dict[str, Handle]:
         """Everybody who can be asked."""
-        trainer = {} if self._seat.handle is None else {self._seat.name: self._seat.handle}
         engines = {name: member.handle for name, member in self._fleet.members.items()}
-        return engines | self._crew.members | self._crew.leaving | trainer
+        return engines | self._crew.members | self._crew.leaving | dict(self._seat.ranks)
 
     # who is asked to come or to leave
 
@@ -227,6 +227,10 @@ class Keeper:
     async def remove(self, name: str) -> None:
         """Let a worker go; its unfinished work goes on elsewhere. ConfigError below the recipe's fewest."""
         kind: Kind | None = next((kind for kind in self._wanted if name in self._members(kind)), None)
+        if name in self._seat.ranks:
+            raise ConfigError(
+                f"{name} belongs to the trainer, without which no run goes on; only engines and rollout workers leave"
+            )
         if kind is None:
             there = sorted([*self._fleet.members, *self._crew.members])
             raise ConfigError(

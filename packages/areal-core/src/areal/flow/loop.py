@@ -23,6 +23,7 @@ from areal.contracts.messages import Group, Prompt, StepReport, Version
 from areal.errors import ParityError, TrainerLost, WorkerFailed
 from areal.flow.buffer.buffer import OnExcess, ReplayBuffer, staleness
 from areal.flow.buffer.journal import Issued, Journal, Recovery
+from areal.flow.comparing import Comparing
 from areal.flow.engine.fleet import Fleet
 from areal.flow.evaluator import Evaluator
 from areal.flow.keeper import Keeper
@@ -31,21 +32,15 @@ from areal.flow.prompts.pacing import Pacing
 from areal.flow.publishing import Publishing
 from areal.flow.rollout.budget import FailureBudget
 from areal.flow.rollout.crew import Crew
-from areal.flow.rollout.evaluate import some_prompts
 from areal.flow.rollout.worker import GroupRequest
+from areal.flow.saving import Saving
 from areal.flow.sharing import OwnDevices
 from areal.flow.stall import Scene
 from areal.flow.tasks import TaskSet
 from areal.flow.trainer.metrics import summarise
-from areal.flow.trainer.parity import Bounds
 from areal.flow.trainer.seat import TrainerSeat
 from areal.flow.trainer.worker import TrainRequest
 from areal.flow.vitals import Vitals
-
-PARITY_TOKENS = 32
-"""Tokens of each completion on which engines and trainer are compared."""
-PARITY_LOOK_S = 1.0
-"""Between two looks at whether somebody new must be given weights before it can answer."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,11 +66,6 @@ class LoopSettings:
     """Steps between evaluations; 0: never."""
     checkpoint_every: int
     """Steps between checkpoints; 0: only the last."""
-    parity_prompts: int
-    """Prompts on which engines and trainer are compared; 0: never."""
-    parity_every: int
-    """Steps between comparisons; 0: only before the first step."""
-    parity_bounds: Bounds
 
 
 class Observer(Protocol):
@@ -106,6 +96,8 @@ class Stages:
     buffer: ReplayBuffer
     journal: Journal
     publishing: Publishing
+    comparing: Comparing
+    saving: Saving
     sharing: OwnDevices
     budget: FailureBudget
 
@@ -117,7 +109,6 @@ class Loop:
         self,
         settings: LoopSettings,
         stages: Stages,
-        checkpoint: Callable[[int], Awaitable[object]],
         restore: Callable[[], Awaitable[Recovery]],
         observer: Observer,
         first_step: int,
@@ -125,17 +116,15 @@ class Loop:
         """`restore`: puts another trainer into its seat with the newest checkpoint, and the journal back to it."""
         self._settings = settings
         self._stages = stages
-        self._checkpoint = checkpoint
         self._restore = restore
         self._observer = observer
         self._step = first_step
-        self._measured_at = first_step
+        stages.comparing.last_step = first_step
         self._tasks: TaskSet
         self._unfinished: Sequence[Issued] = ()
         self._issuing: asyncio.Task[None] | None = None
         self._rolling: dict[asyncio.Task[None], Issued] = {}
         self._vitals = Vitals()
-        self._parity: dict[str, float] = {}
         self._stalled_at: int | None = None
         """Samples that had arrived when workers were last replaced because nothing came."""
         self._stopping = False
@@ -223,7 +212,7 @@ class Loop:
         """Bring the trainer's weights to the engines, compare the two, and let the prompts go."""
         await self._stages.publishing.publish(self._tasks, self._step)
         await self._stages.publishing.committed()
-        if broken := await self._measure_parity():
+        if broken := await self._stages.comparing.measure(self._tasks, self._step):
             if self._step == 0:
                 raise ParityError(f"{broken}; to go on all the same, raise parity.max_mean and parity.max_kl")
             self._observer.alarmed(self._step, broken)
@@ -235,11 +224,9 @@ class Loop:
     async def _one_step(self) -> None:
         """Train, publish, report. Waits for a full batch, filled by `_roll`."""
         waited_from = self._now()
-        every = self._settings.parity_every
-        if every and self._step >= self._measured_at + every:
-            self._measured_at = self._step
-            if broken := await self._measure_parity():
-                self._observer.alarmed(self._step, broken)
+        comparing = self._stages.comparing
+        if comparing.is_due(self._step) and (broken := await comparing.measure(self._tasks, self._step)):
+            self._observer.alarmed(self._step, broken)
         groups = await self._next_batch()
         if groups is not None:
             await self._train(groups, self._now() - waited_from)
@@ -247,7 +234,7 @@ class Loop:
     async def _close(self) -> None:
         await self._stages.publishing.committed()
         await self._stages.evaluator.finish()
-        await self._checkpoint(self._step)
+        await self._stages.saving.save(self._step)
 
     async def _go_back(self, reason: str) -> None:
         """Go on from the newest checkpoint with another trainer: engines stay, and so do all finished samples."""
@@ -255,6 +242,7 @@ class Loop:
         stages.evaluator.abandon()
         await stages.keeper.trainer_lost(reason)
         await stages.publishing.committed()
+        await stages.saving.finished()
         stages.buffer.flush()
         recovery = await self._restore()
         stages.keeper.trainer_started()
@@ -262,7 +250,7 @@ class Loop:
         stages.buffer.restore(recovery.complete)
         stages.pacing.rewind(recovery.step, recovery.num_dropped)
         await self._hold_back()
-        self._step = stages.keeper.step = self._measured_at = recovery.step
+        self._step = stages.keeper.step = recovery.step
         self._observer.went_back(recovery.step)
         await self._open()
 
@@ -275,24 +263,6 @@ class Loop:
         await asyncio.gather(*early, return_exceptions=True)
         for issued in early.values():
             self._start(issued)
-
-    async def _measure_parity(self) -> str:
-        """Compare engines and trainer on a few prompts; return what is wrong with them, or an empty string.
-
-        Waits until both have the same weights, and for a short answer to each prompt, which comes before all else.
-        """
-        settings, stages = self._settings, self._stages
-        draws = some_prompts(stages.crew.num_prompts, "train", settings.parity_prompts)
-        if not draws:
-            return ""
-        await stages.publishing.committed()
-        probing = self._tasks.start(stages.crew.probe(draws, PARITY_TOKENS, settings.quiet_time_s))
-        while not (await asyncio.wait([probing], timeout=PARITY_LOOK_S))[0]:
-            # The engine that was asked may have died; its successor waits for these weights.
-            await stages.publishing.bring_up(self._tasks, self._step)
-        async with stages.sharing.trainers_turn():
-            self._parity = await stages.trainer.call("parity", probing.result(), deadline_s=settings.step_timeout_s)
-        return settings.parity_bounds.broken_by(self._parity)
 
     async def _next_batch(self) -> list[Group] | None:
         """Return the oldest full batch, or None when the run is to stop."""
@@ -324,6 +294,7 @@ class Loop:
             buffer=stages.buffer,
             pacing=stages.pacing,
             budget=stages.budget,
+            trainer=stages.trainer,
             filling=stages.keeper.filling,
         )
         stall = await scene.explain(step, settings.batch_size, settings.quiet_time_s)
@@ -368,7 +339,7 @@ class Loop:
         if settings.evaluate_every and self._step % settings.evaluate_every == 0:
             self._stages.evaluator.begin(self._tasks, self._step, self._stages.publishing.committed)
         if settings.checkpoint_every and self._step % settings.checkpoint_every == 0:
-            await self._checkpoint(self._step)
+            await self._stages.saving.begin(self._tasks, self._step)
 
     def _metrics(self, groups: list[Group], version: Version) -> dict[str, float]:
         stages = self._stages
@@ -388,7 +359,7 @@ class Loop:
             "buffer/running_groups": float(stages.buffer.num_gathering),
             "rollout/reissued_groups": float(stages.crew.num_reissued),
             **stages.publishing.metrics,
-            **self._parity,
+            **stages.comparing.metrics,
             **stages.fleet.load,
             **self._vitals.collect(),
             "workers/engines": float(len(stages.fleet.members)),

@@ -27,7 +27,7 @@ class WorkerRow:
 
 def rows(fleet: Fleet, crew: Crew, seat: TrainerSeat) -> list[WorkerRow]:
     """Return a row for everybody, engines first."""
-    return [*_engines(fleet), *_rollouts(crew), _trainer(seat)]
+    return [*_engines(fleet), *_rollouts(crew), *_trainer(seat)]
 
 
 def _engines(fleet: Fleet) -> Iterator[WorkerRow]:
@@ -53,10 +53,12 @@ def _rollouts(crew: Crew) -> Iterator[WorkerRow]:
         yield WorkerRow(name=name, kind="rollout", state="starting", work=_for(since))
 
 
-def _trainer(seat: TrainerSeat) -> WorkerRow:
-    if seat.handle is None:
-        return WorkerRow(name=seat.name, kind="trainer", state="starting")
-    return WorkerRow(name=seat.name, kind="trainer", state="working", pid=seat.handle.pid, node=seat.handle.node)
+def _trainer(seat: TrainerSeat) -> Iterator[WorkerRow]:
+    if not seat.ranks:
+        yield WorkerRow(name=seat.name, kind="trainer", state="starting")
+    for rank, (name, handle) in enumerate(seat.ranks.items()):
+        work = f"rank {rank} of {len(seat.ranks)}" if len(seat.ranks) > 1 else ""
+        yield WorkerRow(name=name, kind="trainer", state="working", pid=handle.pid, node=handle.node, work=work)
 
 
 def _for(since: float) -> str:

@@ -66,7 +66,7 @@ class DeviceSharing(OwnDevices):
         await self._fleet.leave_device()
         there = self._fleet.members.items()
         await asyncio.gather(*(self._leave(name, m.handle) for name, m in there if name not in self._away))
-        if self._seat.handle is not None and self._seat.name in self._away:
+        if self._seat.ranks and self._seat.name in self._away:
             await self._seat.call("onload", deadline_s=self._deadline_s)
             self._away.discard(self._seat.name)
 
@@ -76,7 +76,7 @@ class DeviceSharing(OwnDevices):
         Raises TrainerLost when it is lost in giving.
         """
         try:
-            if self._seat.handle is not None and self._seat.name not in self._away:
+            if self._seat.ranks and self._seat.name not in self._away:
                 await self._seat.call("offload", deadline_s=self._deadline_s)
                 self._away.add(self._seat.name)
         finally:

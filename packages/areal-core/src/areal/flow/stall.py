@@ -14,6 +14,7 @@ from areal.flow.keeper import Kind
 from areal.flow.prompts.pacing import Pacing
 from areal.flow.rollout.budget import FailureBudget
 from areal.flow.rollout.crew import Crew, Lease
+from areal.flow.trainer.seat import TrainerSeat
 
 PATIENCE_S = 10.0
 """For a sign of life and for the stacks; whoever is asked has been quiet for long already."""
@@ -43,6 +44,7 @@ class Scene:
     buffer: ReplayBuffer
     pacing: Pacing
     budget: FailureBudget
+    trainer: TrainerSeat
     filling: Mapping[Kind, int]
     """Places that are to be filled, by kind; see `Keeper.filling`."""
 
@@ -50,7 +52,7 @@ class Scene:
         """Find out why nothing arrived for `quiet_s` seconds; takes a few times PATIENCE_S at most."""
         await self.fleet.measure_load()
         engines = {name: member.handle for name, member in self.fleet.members.items()}
-        workers = engines | self.crew.members | self.crew.leaving
+        workers = engines | self.crew.members | self.crew.leaving | dict(self.trainer.ranks)
         answers = await asyncio.gather(*(handle.ping(PATIENCE_S) for handle in workers.values()))
         now = asyncio.get_running_loop().time()
         suspects = {

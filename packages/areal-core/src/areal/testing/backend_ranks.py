@@ -148,6 +148,8 @@ class PlainRankedBackend:
 
     def save(self, path: str) -> None:
         self._one("save", path)
+        if all(self._ranks.call("has", self._number, "finish_save")):
+            self._one("finish_save")
 
     def load(self, path: str) -> None:
         self._one("load", path)

@@ -14,7 +14,7 @@ from areal.contracts.component import import_object
 if TYPE_CHECKING:
     from multiprocessing.connection import Connection
 
-START_S = 120.0
+START_S = 240.0
 """For a process to import what it needs, on a loaded machine."""
 CALL_S = 120.0
 

@@ -158,7 +158,7 @@ class TorchBackend:
         folder.mkdir(parents=True, exist_ok=True)
         state.save_model(module, self._tokenizer, self._dtype, folder / state.MODEL_FOLDER)
         everything = {
-            "weights": dict(_weights(self._there())),
+            "weights": dict(module.named_parameters()),
             "optimizer": self._optimizer.state_dict(),
             "num_updates": self._num_updates,
             "random": state.random_state(self._device),
@@ -172,7 +172,7 @@ class TorchBackend:
         model = self._started()
         saved = state.load_state(Path(path) / state.STATE_FILE)
         weights: Mapping[str, Tensor] = saved["weights"]
-        parameters = dict(_weights(model))
+        parameters = dict(model.module.named_parameters())
         if {n: t.shape for n, t in weights.items()} != {n: t.shape for n, t in parameters.items()}:
             raise ConfigError(f"the checkpoint {path!r} holds another model than {self._context.model.path!r}")
         for name, parameter in parameters.items():

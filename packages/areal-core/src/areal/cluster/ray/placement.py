@@ -29,9 +29,11 @@ _POLL_S = 0.05
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Bundle:
-    """Room for one worker. Invariant: `index` is its place in `group`, where it may sit beside one of another kind."""
+    """Room for one worker. Invariant: `index` is the part of `group` in which it sits, perhaps beside others."""
 
     kind: str
+    place: int
+    """Its number among those of its kind; those of one index are neighbours."""
     resources: Size
     group: PlacementGroup
     index: int
@@ -44,7 +46,7 @@ class Bundle:
 
     def holds(self, spec: WorkerSpec) -> bool:
         fits = all(amount <= self.resources.get(name, 0) for name, amount in spec.resources.items())
-        return self.kind == spec.kind and fits
+        return self.kind == spec.kind and spec.place in (None, self.place) and fits
 
     def is_on_a_node(self) -> bool:
         """Whether Ray has a node for it; after a node's death it looks for another by itself."""
@@ -64,7 +66,7 @@ class Placement:
         """Hold room for all kinds or for none; WorkerFailed when a kind gets fewer than its least."""
         give_up = time.monotonic() + self._deadline_s
         wanted = {room.kind: room for room in rooms if room.resources}
-        whole = [replace(room, resources=room.whole) for room in wanted.values()]
+        whole = [_by_node(room) for room in wanted.values()]
         groups: list[tuple[Room, PlacementGroup]] = []
         while not groups:
             fitting = await asyncio.to_thread(_fitting, whole)
@@ -74,13 +76,14 @@ class Placement:
                 raise WorkerFailed(await asyncio.to_thread(_why_not, whole, self._deadline_s))
             await asyncio.sleep(0 if groups else _POLL_S)
         for room, group in groups:
-            parts = {room.kind: wanted[room.kind].resources, **room.beside}
+            parts, together = {room.kind: wanted[room.kind].resources, **room.beside}, wanted[room.kind].together
             self._free += [
-                Bundle(kind=kind, resources=part, group=group, index=index, is_reserved=True)
-                for index in range(room.count)
+                Bundle(kind=kind, place=place, resources=part, group=group, index=place // together, is_reserved=True)
+                for place in range(room.count * together)
                 for kind, part in parts.items()
             ]
-        return {room.kind: room.count for room in rooms} | {room.kind: room.count for room, _ in groups}
+        held = {room.kind: room.count * wanted[room.kind].together for room, _ in groups}
+        return {room.kind: room.count for room in rooms} | held
 
     async def take(self, spec: WorkerSpec) -> PlacementGroupSchedulingStrategy | Literal["DEFAULT"]:
         """Return where a worker goes; WorkerFailed when there is no room within a few seconds."""
@@ -106,8 +109,8 @@ class Placement:
 
     async def _find(self, spec: WorkerSpec) -> Bundle:
         give_up = time.monotonic() + PLACE_DEADLINE_S
-        while candidates := [bundle for bundle in self._free if bundle.holds(spec)]:
-            for bundle in candidates:
+        while self._may_come(spec):
+            for bundle in [bundle for bundle in self._free if bundle.holds(spec)]:
                 if await asyncio.to_thread(bundle.is_on_a_node) and bundle in self._free:
                     self._free.remove(bundle)
                     return bundle
@@ -115,6 +118,11 @@ class Placement:
                 break
             await asyncio.sleep(_POLL_S)
         return await self._ask_outside(spec)
+
+    def _may_come(self, spec: WorkerSpec) -> bool:
+        """Whether there is room for one, or soon will be: whoever had the same place before is just being ended."""
+        leaving = () if spec.place is None else self._taken.values()
+        return any(bundle.holds(spec) and bundle.is_reserved for bundle in (*self._free, *leaving))
 
     async def _ask_outside(self, spec: WorkerSpec) -> Bundle:
         """Return a bundle of its own for one who finds none reserved; WorkerFailed."""
@@ -124,7 +132,15 @@ class Placement:
             groups = await _groups([room], time.monotonic() + PLACE_DEADLINE_S)
         if not groups:
             raise WorkerFailed(await asyncio.to_thread(_no_room, spec.name, spec.resources))
-        return Bundle(kind=spec.kind, resources=spec.resources, group=groups[0][1], index=0, is_reserved=False)
+        return Bundle(
+            kind=spec.kind, place=-1, resources=spec.resources, group=groups[0][1], index=0, is_reserved=False
+        )
+
+
+def _by_node(room: Room) -> Room:
+    """Return the room with those that sit together as one."""
+    each = room.together
+    return replace(room, resources=room.whole, count=room.count // each, least=room.least // each, together=1)
 
 
 def fitting(rooms: Sequence[Room], nodes: Sequence[Size]) -> list[Room]:

@@ -1,10 +1,16 @@
-"""Checkpoints: written beside, renamed when whole, and only then pointed at."""
+"""Checkpoints: written beside, renamed when whole, and only then pointed at.
+
+begin     trainer: save                              the trainer waits for this much
+finish    trainer: finish_save ─ seal ─ sync ─ rename ─ pointer        beside the next steps
+"""
 
 from __future__ import annotations
 
 import asyncio
 import os
 import shutil
+from collections.abc import Generator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Protocol
 
@@ -46,31 +52,69 @@ class Checkpoints:
         self._ledger_bytes = ledger_bytes
 
     async def save(self, step: int) -> Path:
-        """Save the trainer's state of `step`; the trainer waits, generation goes on. Returns the folder.
+        """Save the trainer's state of `step` and return the folder, once it is the newest checkpoint.
 
         Raises JournalError when the run's folder cannot be written; the checkpoint before stays the newest.
         """
-        name = f"step-{step:08d}"
-        final = self._folder / name
-        if any(saved == step for saved, _ in self._ledger.checkpoints()):
+        await self.begin(step)
+        return await self.finish(step)
+
+    async def begin(self, step: int) -> None:
+        """Save so much of the state of `step` that the trainer may go on; raises as `save`.
+
+        `finish` comes before the next `begin`, or `give_up`.
+        """
+        if self._has(step):
+            return
+        unfinished = self._unfinished(step)
+        with self._naming(step):
+            for leftover in (unfinished, self._final(step)):
+                shutil.rmtree(leftover, ignore_errors=True)
+            unfinished.mkdir(parents=True)
+            await self._trainer.call("save", str(unfinished), deadline_s=self._deadline_s)
+
+    async def finish(self, step: int) -> Path:
+        """Wait until all is on disk, and only then name the checkpoint; return its folder. Raises as `save`."""
+        final = self._final(step)
+        if self._has(step):
             return final
+        with self._naming(step):
+            await self._trainer.call("finish_save", deadline_s=self._deadline_s)
+            await asyncio.to_thread(_settle, self._unfinished(step), final)
+        # Relative, so that a run's folder can be moved.
+        self._ledger.checkpointed(step, f"{self._folder.name}/{final.name}")
+        self._prune()
+        await self._compact()
+        return final
+
+    def give_up(self, step: int) -> None:
+        """Forget what was begun; the checkpoint before stays the newest."""
+        shutil.rmtree(self._unfinished(step), ignore_errors=True)
+
+    def _has(self, step: int) -> bool:
+        return any(saved == step for saved, _ in self._ledger.checkpoints())
+
+    def _final(self, step: int) -> Path:
+        return self._folder / f"step-{step:08d}"
+
+    def _unfinished(self, step: int) -> Path:
+        return self._final(step).with_suffix(".tmp")
+
+    @contextmanager
+    def _naming(self, step: int) -> Generator[None]:
+        """Let what cannot be written be one JournalError that says what to do."""
         try:
-            await self._write(final)
+            yield
         except (OSError, JournalError) as error:
             # What is half written may be what fills the disk, and the journal needs room to close.
-            shutil.rmtree(final.with_suffix(".tmp"), ignore_errors=True)
+            self.give_up(step)
             what = (error.strerror if isinstance(error, OSError) else None) or error
             there = bool(self._ledger.checkpoints())
             again = f"go on with: areal resume {self._folder.parent}" if there else "start anew with: areal run"
             raise JournalError(
-                f"checkpoint {final} cannot be written: {what}; {'the one before stays; ' if there else ''}see that "
-                f"its disk has room and can be written, and {again}"
+                f"checkpoint {self._final(step)} cannot be written: {what}; "
+                f"{'the one before stays; ' if there else ''}see that its disk has room and can be written, and {again}"
             ) from error
-        # Relative, so that a run's folder can be moved.
-        self._ledger.checkpointed(step, f"{self._folder.name}/{name}")
-        self._prune()
-        await self._compact()
-        return final
 
     async def _compact(self) -> None:
         """Let the ledger become small enough, a little at a time: generation goes on."""
@@ -82,22 +126,19 @@ class Checkpoints:
             more = self._ledger.compact(oldest, self._ledger_bytes)
             await asyncio.sleep(0)
 
-    async def _write(self, final: Path) -> None:
-        unfinished = final.with_suffix(".tmp")
-        for leftover in (unfinished, final):
-            shutil.rmtree(leftover, ignore_errors=True)
-        unfinished.mkdir(parents=True)
-        await self._trainer.call("save", str(unfinished), deadline_s=self._deadline_s)
-        await asyncio.to_thread(seal, unfinished)
-        await asyncio.to_thread(_sync_tree, unfinished)
-        unfinished.rename(final)
-        _sync(self._folder)
-
     def _prune(self) -> None:
         for step, path in self._ledger.checkpoints()[: -self._keep]:
             # First the pointer, then the data: the ledger never names what is gone.
             self._ledger.forget_checkpoint(step)
             shutil.rmtree(self._folder.parent / path, ignore_errors=True)
+
+
+def _settle(unfinished: Path, final: Path) -> None:
+    """Give a checkpoint its name once all of it is on the disk."""
+    seal(unfinished)
+    _sync_tree(unfinished)
+    unfinished.rename(final)
+    _sync(final.parent)
 
 
 def _sync_tree(folder: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import random
 import time
 from collections.abc import Generator, Mapping, Sequence
@@ -11,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from areal.contracts.algorithm import Algorithm, Needs, RefinesAdvantages, UsesCritic
-from areal.contracts.backend import Backend, Closes, Offloads
+from areal.contracts.backend import Backend, Closes, Offloads, SavesInBackground
 from areal.contracts.component import OFFLOAD, Component, import_object
 from areal.contracts.messages import Batch, Completion, Group, Row, Version
 from areal.contracts.resharder import Interrupts
@@ -22,6 +23,7 @@ from areal.flow.trainer.checksums import check
 from areal.flow.trainer.critic import Critic, make_critic
 from areal.flow.trainer.parity import compared
 from areal.flow.trainer.reference import Reference, make_reference
+from areal.flow.trainer.rendezvous import Rendezvous, meeting_at
 from areal.flow.trainer.rows import has_advantage, mask_stale, row_of, rows_of
 
 Demonstration = tuple[tuple[int, ...], tuple[int, ...]]
@@ -51,7 +53,10 @@ class TrainRequest:
 
 
 class TrainerWorker:
-    """Invariant: between two calls the backend's weights are those of exactly one version."""
+    """One rank. Invariant: between two calls the backend's weights are those of exactly one version.
+
+    All ranks get the same calls and make the same of them, so that their collectives meet.
+    """
 
     def __init__(
         self,
@@ -62,25 +67,18 @@ class TrainerWorker:
         algorithm_options: Any,
         temperature: float,
     ) -> None:
+        self._component = backend
+        self._options = backend_options
         self._context = context
         self._temperature = temperature if temperature > 0 else 1.0
-        make = backend.load()
-
-        self._instances: list[Backend] = []
-
-        def instance(context: BackendContext) -> Backend:
-            self._instances.append(make(backend_options, context))
-            return self._instances[-1]
-
-        self._backend = instance(context)
+        self._make = backend.load()
         self._algorithm: Algorithm = algorithm.load()(algorithm_options)
         self._needs = _needs_of(self._algorithm, algorithm.name)
-        self._reference: Reference | None = make_reference(
-            self._needs.reference, self._backend, backend.name, instance, context
-        )
+        self._backend: Backend
+        self._instances: list[Backend] = []
+        self._reference: Reference | None = None
         self._critic: Critic | None = None
-        if isinstance(self._algorithm, UsesCritic):
-            self._critic = make_critic(self._algorithm, backend, instance, context)
+        self._rendezvous: Rendezvous | None = None
 
     def prepare(self, function: str, *args: Any) -> Any:
         """Run the function that a dotted path names in this process, where heavy libraries are at home anyway.
@@ -90,11 +88,37 @@ class TrainerWorker:
         with _failing_as_one():
             return import_object(function)(*args)
 
+    def rendezvous(self) -> str:
+        """Return ``host:port`` of this machine, where all ranks are to meet; kept free until `start`."""
+        if self._rendezvous is not None:
+            self._rendezvous.release()
+        self._rendezvous = Rendezvous()
+        return self._rendezvous.where
+
+    def make(self, rendezvous: str = "") -> None:
+        """Make the backend and its companions; ConfigError when they cannot be what the algorithm needs.
+
+        `rendezvous`: where the ranks meet; empty for one rank.
+        """
+        self._context = context = replace(self._context, rendezvous=rendezvous)
+
+        def instance(context: BackendContext) -> Backend:
+            self._instances.append(self._make(self._options, context))
+            return self._instances[-1]
+
+        self._backend = instance(context)
+        self._reference = make_reference(self._needs.reference, self._backend, self._component.name, instance, context)
+        if isinstance(self._algorithm, UsesCritic):
+            self._critic = make_critic(self._algorithm, self._component, instance, context)
+
     def start(self) -> Layout:
-        self._backend.start()
-        for companion in (self._reference, self._critic):
-            if companion is not None:
-                companion.start()
+        """Load the model; TrainerLost when another program has taken the port where the ranks were to meet."""
+        if self._rendezvous is not None:
+            self._rendezvous.release()
+        with meeting_at(self._context.rendezvous):
+            for each in (self._backend, self._reference, self._critic):
+                if each is not None:
+                    each.start()
         return self._backend.layout()
 
     def parity(self, completions: Sequence[Completion]) -> dict[str, float]:
@@ -152,7 +176,7 @@ class TrainerWorker:
         num_skipped_rows = 0
         for number, part in enumerate(self._minibatches(rows, request.step)):
             batch = replace(self._batch(part, request.version), first_update=number == 0)
-            useful = replace(self._useful(batch), whole_groups=self._needs.whole_groups)
+            useful = replace(_useful(batch, self._needs), whole_groups=self._needs.whole_groups)
             num_skipped_rows += len(batch.rows) - len(useful.rows)
             statistics = self._backend.train_step(useful, self._algorithm)
             metrics = {_metric(name): value for name, value in statistics.items()}
@@ -179,12 +203,6 @@ class TrainerWorker:
             version=version,
         )
 
-    def _useful(self, batch: Batch) -> Batch:
-        """Leave out rows that cannot give a gradient; the batch's totals still count them."""
-        if not self._needs.advantage:
-            return batch
-        return replace(batch, rows=tuple(row for row in batch.rows if has_advantage(row) and row.num_loss_tokens))
-
     def offload(self) -> None:
         """Give the device's memory of all models to the engines."""
         for backend in self._instances:
@@ -200,15 +218,26 @@ class TrainerWorker:
 
     async def interrupt(self) -> None:
         """Make the `send` that runs wait no longer for receivers that are gone, where backend and resharder can."""
-        if isinstance(self._backend, Interrupts):
-            self._backend.interrupt()
+        for backend in self._instances[:1]:
+            if isinstance(backend, Interrupts):
+                backend.interrupt()
 
     def save(self, path: str) -> None:
-        """Write the state into the folder `path`; JournalError, whatever a library's own error is."""
+        """Write the state into the folder `path`; JournalError, whatever a library's own error is.
+
+        All of it is there once `finish_save` has returned, too.
+        """
         with _failing_as_one():
             self._backend.save(path)
             if self._critic is not None:
                 self._critic.save(path)
+
+    async def finish_save(self) -> None:
+        """Wait until the last `save` is whole, beside whatever else this rank does; JournalError."""
+        with _failing_as_one():
+            for backend in self._instances:
+                if isinstance(backend, SavesInBackground):
+                    await asyncio.to_thread(backend.finish_save)
 
     def load(self, path: str) -> None:
         """Restore what `save` wrote; JournalError when it is missing or damaged."""
@@ -218,7 +247,9 @@ class TrainerWorker:
             self._critic.load(path)
 
     def close(self) -> None:
-        for backend in self._instances:
+        if self._rendezvous is not None:
+            self._rendezvous.release()
+        for backend in reversed(self._instances):  # the first may hold what the others' groups were made from
             if isinstance(backend, Closes):
                 backend.close()
 
@@ -235,6 +266,13 @@ def _failing_as_one() -> Generator[None]:
         raise JournalError(
             f"the trainer could not write into the run's folder: {type(error).__name__}: {said}"
         ) from error
+
+
+def _useful(batch: Batch, needs: Needs) -> Batch:
+    """Leave out rows that cannot give a gradient; the batch's totals still count them."""
+    if not needs.advantage:
+        return batch
+    return replace(batch, rows=tuple(row for row in batch.rows if has_advantage(row) and row.num_loss_tokens))
 
 
 def _offloading(backend: Backend) -> Offloads:

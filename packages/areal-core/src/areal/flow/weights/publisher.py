@@ -17,7 +17,7 @@ from typing import Any
 from areal.contracts.cluster import Calls, Handle
 from areal.contracts.component import Component
 from areal.contracts.messages import Version
-from areal.contracts.resharder import Resharder
+from areal.contracts.resharder import SHARDS, Resharder
 from areal.contracts.transfer import Layout, Phase, Plan, Receipt, Transfer
 from areal.errors import ArealError, TrainerLost, TransferFailed, WorkerFailed
 
@@ -51,7 +51,8 @@ class Publisher:
         self, trainer: Calls, source: Layout, resharder: Component, options: Any, run_dir: str, deadline_s: float
     ) -> None:
         self._trainer = trainer
-        self._source = source
+        # Who cannot take pieces gets every tensor whole from rank 0.
+        self._source = source if SHARDS in resharder.capabilities else replace(source, pieces=())
         self._component = resharder
         self._options = options
         self._deadline_s = deadline_s
