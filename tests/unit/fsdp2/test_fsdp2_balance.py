@@ -53,6 +53,13 @@ def test_no_rank_idles_when_rows_fit_one_micro_batch() -> None:
     assert [[len(hand.rows) for hand in dealt] for dealt in hands] == [[2]] * 4
 
 
+@pytest.mark.parametrize(("num_rows", "rounds"), [(1, 1), (3, 2), (6, 3), (40, 4)])
+def test_every_stage_has_a_micro_batch_if_rows_suffice(num_rows: int, rounds: int) -> None:
+    hands = deal(rows_of([10] * num_rows), 10_000, 2, num_stages=4)
+    assert [len(dealt) for dealt in hands] == [rounds] * 2
+    assert sorted(i for dealt in hands for hand in dealt if not hand.is_dummy for i in hand.rows) == [*range(num_rows)]
+
+
 @pytest.mark.parametrize("ranks", [2, 3, 4])
 def test_the_load_is_even_and_the_largest_comes_first(ranks: int) -> None:
     rows = rows_of([1 + (7 * i * i) % 53 for i in range(120)])

@@ -18,7 +18,9 @@ from areal.contracts.specs import BackendContext, ModelSpec, TrainerDevices, Tra
 from areal.testing.backend_fixtures import HostCpu, batch_of, sample_rows
 from areal.testing.backend_ranks import RankedBackends
 from areal.testing.models import character_tokenizer, tiny_model
+from areal_fsdp2.backend import Fsdp2Backend
 from areal_fsdp2.hooks import areal_backends
+from areal_fsdp2.options import Fsdp2Options
 
 ADAM_EPS = 0.01
 """So large that the update does not blow up the rounding of small gradients."""
@@ -106,3 +108,24 @@ def test_the_update_is_that_of_one_device(
     assert found.weights.keys() == right.weights.keys()
     for key, weight in right.weights.items():
         assert float((found.weights[key] - weight).abs().max()) < 1e-5, key
+
+
+@pytest.mark.parametrize(("name", "options"), [("tied", {"pp": 2}), ("moe", {"tp": 2, "ep": 2})])
+def test_one_rank_goes_on_from_their_checkpoint(
+    four: RankedBackends, models: dict[str, str], tmp_path: Path, name: str, options: dict[str, int]
+) -> None:
+    (component,) = areal_backends()
+    many = four.make(component, {**options, "adam_eps": ADAM_EPS}, context_of(models[name]))
+    one = Fsdp2Backend(Fsdp2Options(adam_eps=ADAM_EPS), context_of(models[name]))
+    try:
+        Outcome(many, tmp_path)
+        one.start()
+        one.load(str(tmp_path))
+        for step in range(2, 4):
+            batch = batch_of(sample_rows(step))
+            assert one.train_step(batch, Grpo()) == pytest.approx(many.train_step(batch, Grpo()), rel=1e-4, abs=1e-5)
+        for mine, theirs in zip(one.logprobs(batch), many.logprobs(batch), strict=True):
+            assert mine == pytest.approx(theirs, abs=2e-5)
+    finally:
+        one.close()
+        four.drop()

@@ -18,8 +18,12 @@ class Hand:
     """Computed only because the other ranks compute; counts for nothing."""
 
 
-def deal(rows: Sequence[Row], budget: int, num_ranks: int, *, whole_groups: bool = False) -> list[list[Hand]]:
+def deal(
+    rows: Sequence[Row], budget: int, num_ranks: int, *, whole_groups: bool = False, num_stages: int = 1
+) -> list[list[Hand]]:
     """Return the micro-batches of every rank, the same number for each, the largest first; none without trained tokens.
+
+    They are as few as `budget` allows, but if rows suffice no fewer than the stages of a pipeline, so that all work.
 
     Each row is computed by one rank. Every rank makes the whole deal by itself: all have the same rows.
     """
@@ -27,7 +31,7 @@ def deal(rows: Sequence[Row], budget: int, num_ranks: int, *, whole_groups: bool
     if not loads:
         return [[] for _ in range(num_ranks)]
     total, longest = sum(length for _, length in loads), max(length for _, length in loads)
-    num_rounds = max(1, -(-total // (budget * num_ranks)))
+    num_rounds = max(min(num_stages, -(-len(loads) // num_ranks)), -(-total // (budget * num_ranks)))
     while len(fill(loads, budget)) > num_rounds * num_ranks:
         num_rounds += 1
     low, high = min(budget, max(longest, -(-total // (num_rounds * num_ranks)))), budget

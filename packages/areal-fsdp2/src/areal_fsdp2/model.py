@@ -140,10 +140,10 @@ def layers_of(module: nn.Module) -> nn.ModuleList:
 def make_model(context: BackendContext, options: Fsdp2Options, mesh: Mesh, folder: Any) -> PackedModel:
     """Return the model of a role, spread over the mesh, with memory that is not filled yet."""
     model = _on_meta(context, mesh, folder)
-    if mesh.dimensions.pp > 1:
-        model.has_tied_copy = keep_stage(model.module, mesh.place["pp"], mesh.dimensions.pp)
     if options.lora is not None:
         lora.inject(model.module, options.lora, model.optional)
+    if mesh.dimensions.pp > 1:
+        model.has_tied_copy = keep_stage(model.module, mesh.place["pp"], mesh.dimensions.pp)
     if mesh.dimensions.sp > 1:
         model.module.set_attn_implementation(sequence.NAME)
     if mesh.dimensions.tp > 1:

@@ -110,7 +110,7 @@ class Passes:
             pipeline.evaluate(lengths, work)
             return
         pipeline.train(lengths, work, lambda is_last: _set_sync(self._model, is_last))
-        if self._model.has_tied_copy:
+        if self._model.has_tied_copy and self._model.embedding.requires_grad:
             add_tied(self._model.embedding, pipeline.group)
 
     def _everybodys(self, own: list[Tensor], hands: list[list[Hand]], batch: Batch) -> list[list[float]]:
@@ -128,7 +128,8 @@ class Passes:
         return [everybody[rank][:size].tolist() for rank, size in zip(speakers, sizes, strict=True)]
 
     def _deal(self, batch: Batch) -> list[list[Hand]]:
-        return deal(batch.rows, self._budget, self._mesh.dimensions.dp, whole_groups=batch.whole_groups)
+        ranks, stages = self._mesh.dimensions.dp, self._mesh.dimensions.pp
+        return deal(batch.rows, self._budget, ranks, whole_groups=batch.whole_groups, num_stages=stages)
 
     def _pack(self, batch: Batch, hand: Hand) -> Packed:
         return pack(batch.rows, hand.rows, self._mesh.device)
