@@ -14,7 +14,7 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor
 
 from areal.algorithms.update import attention
-from areal.algorithms.update.logprobs import token_logprobs
+from areal.algorithms.update.logprobs import head_logprobs
 from areal.algorithms.update.packing import Packed, pack
 from areal.contracts.messages import Row
 from areal.errors import ConfigError
@@ -57,7 +57,8 @@ class Staged(nn.Module):
         if not is_last:
             return hidden
         head = self.module.get_output_embeddings()
-        return token_logprobs(head, hidden[0, packed.predictors], packed.predictor, packed.targets, 1.0, 4096)[0]
+        states = hidden[0, packed.predictors]
+        return head_logprobs(states, head.weight, packed.predictor, packed.targets, 1.0)[0]
 
 
 def model(arch: Arch, layers: int, tied: bool) -> Staged:
@@ -84,9 +85,12 @@ class PipelineRank:
         self.rank, self.world_size = rank, world_size
 
     def trained(
-        self, arch: Arch, layers: int, tied: bool, num_micro_batches: int, dp: int = 1, checkpointing: bool = False
+        self, arch: Arch, layers: int, tied: bool, num_micro_batches: int, dp: int = 1, how: str = ""
     ) -> tuple[float, float, float]:
-        """Return how far loss, logprobs and gradients are off, relative to the largest of their kind."""
+        """Return how far loss, logprobs and gradients are off, relative to the largest of their kind.
+
+        `how`: ``recomputed`` activations, weights ``sharded`` over the data ranks, or ``copies`` on each of them.
+        """
         numbers = list(range(num_micro_batches * dp))
         batches = packed_rows(numbers)
         plain = model(arch, layers, tied)
@@ -98,10 +102,10 @@ class PipelineRank:
         pipeline = Pipeline(mesh["pp"].get_group(), torch.device("cpu"), WIDTH, torch.float32)
         staged = model(arch, layers, tied)
         has_copy = keep_stage(staged.module, pipeline.stage, pipeline.num_stages)
-        if checkpointing:
+        if how == "recomputed":
             staged.module.train()
             staged.module.gradient_checkpointing_enable({"use_reentrant": False})
-        if dp > 1:
+        if how == "sharded":
             shard(staged, mesh["dp"])
         mine = numbers[mesh["dp"].get_local_rank() :: dp]
         own = [batches[number] for number in mine]
@@ -131,6 +135,9 @@ class PipelineRank:
         pipeline.train(lengths, learn, before_backward)
         if has_copy:
             add_tied(staged.module.get_input_embeddings().weight, pipeline.group)
+        if how == "copies":
+            for parameter in staged.parameters():
+                dist.all_reduce(parameter.grad, group=mesh["dp"].get_group())
         total = torch.tensor(sum(shares), dtype=torch.float32)
         dist.all_reduce(total)
         off = [float((ours - right[n]).abs().max()) for n, ours in zip(mine, logprobs, strict=False)]
