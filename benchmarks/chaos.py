@@ -243,7 +243,10 @@ class Chaos:
         if not nodes:
             return ""
         nodes[0].kill()
-        code = self.run.wait(DIES_S)
+        give_up = time.monotonic() + DIES_S
+        while (code := self.run.wait(1.0)) is None and time.monotonic() < give_up:
+            if [node for node in self.run.nodes() if node.pid != nodes[0].pid]:
+                return f"process {nodes[0].pid}, which had not been ready; the controller has started another"
         if code is None:
             self.note(f"the controller lived on for {DIES_S:g} s after Ray's node had died")
             self.run.controller.kill()

@@ -33,6 +33,8 @@ BORN_DEADLINE_S = 60.0
 """Ray starts an interpreter, on a machine where many start at once."""
 SPAWN_DEADLINE_S = 300.0
 """A worker imports torch and its engine while others do the same on a small machine."""
+NODE_LOOK_S = 2.0
+"""Between two looks at whether there is still a node on which a process could start."""
 AUTOPSY_DEADLINE_S = 10.0
 """Another machine is asked by a task, for which Ray may have to start an interpreter there."""
 LAST_WORD_S = 5.0
@@ -160,7 +162,7 @@ class RayCluster:
         process, ending = None, None
         try:
             async with asyncio.timeout(BORN_DEADLINE_S):
-                process = await actor.born.remote()
+                process = await self._while_node_lives(actor.born.remote())
             ending = Ending(process)
             async with asyncio.timeout(SPAWN_DEADLINE_S):
                 problem = await _built(actor, process)
@@ -178,6 +180,17 @@ class RayCluster:
         else:
             await RayHandle(spec.name, actor, process).kill()
         raise WorkerFailed(f"{spec.name} did not start: {problem}")
+
+    async def _while_node_lives(self, asked: Any) -> Any:
+        """Wait for an answer; WorkerFailed when the run's own node is gone, without which Ray waits for ever."""
+        answer = asyncio.wrap_future(asked.future())
+        try:
+            while not (await asyncio.wait([answer], timeout=NODE_LOOK_S))[0]:
+                if not self._options.address and not await asyncio.to_thread(sizes):
+                    raise WorkerFailed(NO_NODE_LEFT)
+            return await answer
+        finally:
+            answer.cancel()
 
     def _actor(self, spec: WorkerSpec, strategy: Any) -> Any:
         wanted = dict(spec.resources)
