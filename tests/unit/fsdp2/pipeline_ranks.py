@@ -108,38 +108,15 @@ class PipelineRank:
         if how == "sharded":
             shard(staged, mesh["dp"])
         mine = numbers[mesh["dp"].get_local_rank() :: dp]
-        own = [batches[number] for number in mine]
-        lengths = [len(packed.token_ids) for packed in own]
-        shares: list[float] = []
-        logprobs: list[Tensor] = []
-
-        def learn(number: int, received: Tensor | None) -> Tensor:
-            output = staged(own[number], received, pipeline.is_last)
-            if pipeline.is_last:
-                output = -output.sum()
-                shares.append(float(output.detach()))
-            return output
-
-        def look(number: int, received: Tensor | None) -> Tensor:
-            output = staged(own[number], received, pipeline.is_last)
-            if pipeline.is_last:
-                logprobs.append(output)
-            return output
-
-        def before_backward(is_last: bool) -> None:
-            if isinstance(staged, FSDPModule):
-                staged.set_requires_gradient_sync(is_last)
-                staged.set_is_last_backward(is_last)
-
-        pipeline.evaluate(lengths, look)
-        pipeline.train(lengths, learn, before_backward)
+        share, logprobs = passes(pipeline, staged, [batches[number] for number in mine])
         if has_copy:
             add_tied(staged.module.get_input_embeddings().weight, pipeline.group)
         if how == "copies":
             for parameter in staged.parameters():
                 dist.all_reduce(parameter.grad, group=mesh["dp"].get_group())
-        total = torch.tensor(sum(shares), dtype=torch.float32)
+        total = torch.tensor(share, dtype=torch.float32)
         dist.all_reduce(total)
+        assert len(logprobs) == (len(mine) if pipeline.is_last else 0)
         off = [float((ours - right[n]).abs().max()) for n, ours in zip(mine, logprobs, strict=False)]
         return abs(float(total) / float(loss.detach()) - 1), max(off, default=0.0), self.gradients(staged, plain)
 
@@ -208,6 +185,35 @@ class PipelineRank:
         except Exception as error:
             return f"{type(error).__name__}: {error}"
         return ""
+
+
+def passes(pipeline: Pipeline, staged: Staged, own: list[Packed]) -> tuple[float, list[Tensor]]:
+    """Look at micro-batches, then learn from them; return the loss and the logprobs, both on the last stage only."""
+    lengths = [len(packed.token_ids) for packed in own]
+    shares: list[float] = []
+    logprobs: list[Tensor] = []
+
+    def learn(number: int, received: Tensor | None) -> Tensor:
+        output = staged(own[number], received, pipeline.is_last)
+        if pipeline.is_last:
+            output = -output.sum()
+            shares.append(float(output.detach()))
+        return output
+
+    def look(number: int, received: Tensor | None) -> Tensor:
+        output = staged(own[number], received, pipeline.is_last)
+        if pipeline.is_last:
+            logprobs.append(output)
+        return output
+
+    def before_backward(is_last: bool) -> None:
+        if isinstance(staged, FSDPModule):
+            staged.set_requires_gradient_sync(is_last)
+            staged.set_is_last_backward(is_last)
+
+    pipeline.evaluate(lengths, look)
+    pipeline.train(lengths, learn, before_backward)
+    return sum(shares), logprobs
 
 
 def shard(staged: Staged, mesh: Any) -> None:
