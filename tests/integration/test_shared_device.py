@@ -54,7 +54,8 @@ def check_equal(first: Summary, second: Summary) -> None:
     expected, found = (load_file(summary.checkpoint / "model.safetensors") for summary in (first, second))
     assert expected.keys() == found.keys()
     for name, tensor in expected.items():
-        assert found[name].equal(tensor), name
+        # What an engine happens to compute together decides the last bit of its logprobs.
+        torch.testing.assert_close(found[name], tensor, rtol=0.0, atol=1e-6, msg=name)
 
 
 class Turns:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -25,15 +24,13 @@ class TorchCheckpoint:
         """JournalError when the file is damaged."""
         saved = state.load_state(path / STATE_FILE, is_mapped=True)
         weights: dict[str, Tensor] = saved["weights"]
-        self._tensors = {f"weights/{name}": tensor for name, tensor in weights.items()}
-        adam = saved["optimizer"]["adam"]
-        parameters = _parameters(weights, sum(len(group["params"]) for group in adam["param_groups"]))
-        moments = _moments(parameters, adam)
+        self._tensors = {f"weights/{name}": part for name, part in _pieces(weights)}
+        moments = _moments(weights, saved["optimizer"]["adam"])
         for kind in MOMENTS:
             found = {name: state[kind] for name, state in moments.items() if kind in state}
             self._tensors |= {f"{kind}/{name}": part for name, part in _pieces(found)}
         if saved.get("reference") is not None:
-            kept = dict(zip(parameters, saved["reference"], strict=True))
+            kept = dict(zip(weights, saved["reference"], strict=True))
             self._tensors |= {f"reference/{name}": part for name, part in _pieces(kept)}
         self.shapes = {key: tuple(tensor.shape) for key, tensor in self._tensors.items()}
         self.rest: dict[str, Any] = {
@@ -65,24 +62,10 @@ def _pieces(parameters: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
             yield region.name, piece
 
 
-def _parameters(weights: Mapping[str, Tensor], number: int) -> dict[str, int]:
-    """Return the names and dimensions of so many parameters that have these tensors in files, in the module's order."""
-    if number == len(weights):
-        return {name: tensor.ndim for name, tensor in weights.items()}
-    found: dict[str, int] = {}
-    for name, tensor in weights.items():
-        if (expert := re.fullmatch(r"(.*\.experts)\.\d+\.(gate|up|down)_proj\.weight", name)) is None:
-            found[name] = tensor.ndim
-        else:
-            prefix, kind = expert.groups()
-            found[f"{prefix}.{'down' if kind == 'down' else 'gate_up'}_proj"] = 3
-    return found
-
-
-def _moments(parameters: Mapping[str, int], adam: dict[str, Any]) -> dict[str, dict[str, Tensor]]:
+def _moments(weights: Mapping[str, Tensor], adam: dict[str, Any]) -> dict[str, dict[str, Tensor]]:
     """Return Adam's state by the names of parameters; it numbers matrices first, then vectors."""
-    names = [name for name, ndim in parameters.items() if ndim > 1]
-    names += [name for name, ndim in parameters.items() if ndim <= 1]
+    names = [name for name, tensor in weights.items() if tensor.ndim > 1]
+    names += [name for name, tensor in weights.items() if tensor.ndim <= 1]
     return {names[number]: state for number, state in adam["state"].items()}
 
 
