@@ -157,6 +157,8 @@ def _joined(parts: list[dict[str, int]]) -> dict[str, int]:
 def measure(size: str, args: argparse.Namespace) -> dict[str, Any]:
     load_before = os.getloadavg()[0]
     roads = [road for road in make_roads() if not args.only or road.name in args.only.split(";")]
+    if args.folder:
+        Path(args.folder).mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=args.folder) as folder:
         bench = Bench(size, folder)
         try:
