@@ -9,11 +9,16 @@ from importlib import metadata
 from pathlib import Path
 
 import pytest
+from hypothesis import settings
 from ray_nodes import Nodes
 
 # The user's own settings must not decide what is tested.
 for name in ("AREAL_BLOCK", "AREAL_DEBUG_MODE", "AREAL_HOME"):
     os.environ.pop(name, None)
+
+# A property is true or false, however busy the machine is; pytest's own limit ends what hangs.
+settings.register_profile("areal", deadline=None)
+settings.load_profile("areal")
 
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 # A model or data set that is not on disk is an error at once, not a wait for a hub.
