@@ -143,7 +143,7 @@ async def test_a_crash_leaves_the_previous_one_the_newest(
             case "before the rename":
                 patched.setattr(Path, "rename", crash)
             case "after the rename":
-                patched.setattr(checkpoint_module, "_sync", lambda path: crash() if path.name == "checkpoints" else 0)
+                patched.setattr(checkpoint_module, "sync", lambda path: crash() if path.name == "checkpoints" else 0)
             case _:
                 patched.setattr(journal, "checkpointed", crash)
         await checkpoints.save(2)

@@ -10,13 +10,16 @@ from weakref import WeakSet
 
 import torch
 
+from areal.algorithms.update.module import random_state, set_random_state
 from areal.algorithms.update.schedule import learning_rate as scheduled_rate
+from areal.algorithms.update.tokens import check_vocabulary
 from areal.contracts.algorithm import Loss
 from areal.contracts.messages import Batch
+from areal.contracts.sending import KeptSender
 from areal.contracts.specs import BackendContext
 from areal.contracts.transfer import Layout, Receipt, Transfer, local_host
 from areal.errors import ConfigError, WorkerFailed
-from areal_fsdp2 import loading, lora, state
+from areal_fsdp2 import loading, lora, publishing, state
 from areal_fsdp2.boxes import Kinds
 from areal_fsdp2.checkpoint import Checkpoints, Export
 from areal_fsdp2.export import stage
@@ -27,7 +30,6 @@ from areal_fsdp2.optimizer import Optimizer
 from areal_fsdp2.options import Fsdp2Options
 from areal_fsdp2.passes import Passes
 from areal_fsdp2.probing import check_packing
-from areal_fsdp2.publishing import Publishing
 from areal_fsdp2.reference import FrozenReference
 from areal_fsdp2.shards import Part, Shards, parts_of
 from areal_fsdp2.trained import Trained
@@ -51,7 +53,7 @@ class Fsdp2Backend:
         self._num_updates = 0
         self._model: PackedModel | None = None
         self._reference: FrozenReference | None = None
-        self._publishing: Publishing | None = None
+        self._sender = KeptSender(context.rank)
         self._checkpoints: Checkpoints | None = None
         self._adapters: Adapters | None = None
         self._mesh: Mesh
@@ -71,7 +73,6 @@ class Fsdp2Backend:
         loading.read([part for part in parts if not lora.is_adapter(part.name)], folder, model.optional)
         self._shards = self._published(model, parts)
         check_packing(model, context, self._mesh.device)
-        self._publishing = Publishing(self._shards, context.rank)
         self._passes = Passes(model, self._mesh, context.training.micro_batch_tokens)
         stages = self._mesh.group("pp") if self._mesh.dimensions.pp > 1 else None
         self._optimizer = Optimizer(
@@ -94,12 +95,7 @@ class Fsdp2Backend:
     def logprobs(self, batch: Batch) -> list[tuple[float, ...]]:
         """Return for each row [T] logprobs of its tokens (0 where loss_mask is False) under the current weights."""
         model = self._started()
-        largest = max((max(row.token_ids) for row in batch.rows), default=0)
-        if largest >= (size := model.config.vocab_size):
-            raise ConfigError(
-                f"token {largest} is outside the vocabulary of {self._context.model.path!r} ({size}); policy, engine "
-                "and reference must have one tokenizer"
-            )
+        check_vocabulary(batch, model.config.vocab_size, self._context.model.path)
         return self._passes.numbers(batch)
 
     def values(self, batch: Batch) -> list[tuple[float, ...]]:
@@ -150,8 +146,7 @@ class Fsdp2Backend:
     def send(self, transfer: Transfer) -> Receipt:
         """Send this rank's pieces, or on rank 0 everything if the plan wants no pieces; TransferFailed."""
         self._started()
-        assert self._publishing is not None
-        return self._publishing.send(transfer)
+        return publishing.send(self._shards, self._sender, transfer, self._context.rank)
 
     def save(self, path: str) -> None:
         """Copy all of the state and begin to write it to ``path``, see checkpoint.py; `finish_save` ends it."""
@@ -160,7 +155,7 @@ class Fsdp2Backend:
             "num_updates": self._num_updates,
             "scale": self._optimizer.scale.state_dict(),
             "steps": self._trained.steps(),
-            "random": state.random_state(self._mesh.device),
+            "random": random_state(self._mesh.device),
         }
         assert self._checkpoints is not None
         self._checkpoints.save(Path(path), self._kinds(), rest, self._exports(model))
@@ -189,7 +184,7 @@ class Fsdp2Backend:
         self._num_updates = saved.rest["num_updates"]
         self._optimizer.scale.load_state_dict(saved.rest["scale"])
         states = saved.rest["random"]
-        state.set_random_state(states[self._context.rank % len(states)], self._mesh.device)
+        set_random_state(states[self._context.rank % len(states)], self._mesh.device)
 
     def _kinds(self) -> Kinds:
         """Return this rank's parts of all that a checkpoint holds."""
@@ -221,13 +216,11 @@ class Fsdp2Backend:
 
     def interrupt(self) -> None:
         """Make the `send` that runs wait no longer for receivers that are gone, where the resharder can."""
-        if self._publishing is not None:
-            self._publishing.interrupt()
+        self._sender.interrupt()
 
     def close(self) -> None:
         """Close the sender, if there is one; the last backend of a process leaves the process group."""
-        if self._publishing is not None:
-            self._publishing.close()
+        self._sender.close()
         if self._checkpoints is not None:
             self._checkpoints.close()
         self._model = None

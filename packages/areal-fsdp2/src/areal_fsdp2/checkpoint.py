@@ -17,10 +17,11 @@ from typing import Any, Protocol, TypeVar, cast
 
 import torch.distributed as dist
 
+from areal.contracts.durable import sync
 from areal.errors import ArealError, ConfigError, JournalError, WorkerFailed, first_line
 from areal_fsdp2 import boxes, export, state
 from areal_fsdp2.boxes import Kinds
-from areal_fsdp2.export import Staged, sync
+from areal_fsdp2.export import Staged
 from areal_fsdp2.growing import STATE_FILE, TorchCheckpoint
 from areal_fsdp2.shards import Part
 

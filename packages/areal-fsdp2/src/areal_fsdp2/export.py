@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from areal.contracts.durable import sync
 from areal.contracts.transfer import Piece, TensorSpec
 from areal_fsdp2.shards import Shards
 
@@ -112,15 +113,6 @@ def write(staged: Staged, folder: Path, stem: str, group: dist.ProcessGroup, max
 
 def num_bytes(spec: TensorSpec) -> int:
     return prod(spec.shape) * _dtype(spec).itemsize
-
-
-def sync(path: Path) -> None:
-    """Bring a file or folder to the disk."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def _dtype(spec: TensorSpec) -> torch.dtype:

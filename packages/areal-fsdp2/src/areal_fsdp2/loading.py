@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from transformers import AutoConfig, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 from areal.algorithms.update import attention
+from areal.algorithms.update.module import stop_dropout
 from areal.errors import WorkerFailed, first_line
 from areal_fsdp2.shards import Part
 
@@ -56,9 +57,7 @@ def skeleton(kind: Any, folder: Path, **more: Any) -> PreTrainedModel:
             "folder with config.json and safetensors weights"
         ) from error
     module.eval()
-    for part in module.modules():
-        if isinstance(part, nn.Dropout):
-            part.p = 0.0
+    stop_dropout(module)
     return module
 
 

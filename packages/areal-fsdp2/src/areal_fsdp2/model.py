@@ -11,6 +11,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 from transformers import AutoModelForCausalLM, AutoModelForTokenClassification, PreTrainedModel
 
 from areal.algorithms.update.logprobs import head_logprobs, logit_scaling
+from areal.algorithms.update.module import AMP_DTYPES, checkpoint_activations
 from areal.algorithms.update.packing import Packed
 from areal.contracts.specs import AmpSpec, BackendContext, TrainingSpec
 from areal.errors import WorkerFailed
@@ -21,8 +22,6 @@ from areal_fsdp2.options import Fsdp2Options
 from areal_fsdp2.pipeline import Absent, keep_stage
 from areal_fsdp2.plans import own_slice, slice_model
 from areal_fsdp2.sequence import Stretch
-
-AMP_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 class PackedModel(nn.Module, ABC):
@@ -151,7 +150,7 @@ def make_model(context: BackendContext, options: Fsdp2Options, mesh: Mesh, folde
     if mesh.dimensions.ep * mesh.dimensions.tp > 1 and expert_layers(model.module):
         spread_experts(model.module, mesh.experts)
     if context.training.activation_checkpointing:
-        _checkpoint_activations(model.module)
+        checkpoint_activations(model.module)
     shard(model, context.training, mesh, cpu_offload=options.cpu_offload)
     loading.materialise(model, torch.device("cpu") if options.cpu_offload else mesh.device)
     return model
@@ -201,16 +200,6 @@ def _on_meta(context: BackendContext, mesh: Mesh, folder: Any) -> PackedModel:
     if module.get_output_embeddings() is None:
         raise WorkerFailed(f"{type(module).__name__} has no LM head; use a causal language model")
     return PolicyModel(module, amp, mesh)
-
-
-def _checkpoint_activations(module: PreTrainedModel) -> None:
-    if not module.supports_gradient_checkpointing:
-        raise WorkerFailed(
-            f"training.activation_checkpointing is on and {type(module).__name__} cannot do it; turn it off"
-        )
-    module.gradient_checkpointing_enable({"use_reentrant": False})
-    # transformers recomputes in training mode only; nothing else differs, dropout is off.
-    module.train()
 
 
 def _as_float(module: nn.Module, args: Any, output: Tensor) -> Tensor:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from itertools import chain
 
 import torch
 import torch.distributed as dist
@@ -11,7 +12,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from areal.algorithms.update.packing import Packed, pack
 from areal.algorithms.update.statistics import combined
-from areal.algorithms.update.tokens import token_batch
+from areal.algorithms.update.tokens import by_rows, computed_totals, token_batch
 from areal.contracts.algorithm import Loss
 from areal.contracts.messages import Batch
 from areal_fsdp2.balance import Hand, deal
@@ -49,24 +50,15 @@ class Passes:
 
         self._go(batch, hands[self._mesh.data_rank], collect, None)
         _reshard(self._model)
-        found = [[0.0] * len(row.token_ids) for row in batch.rows]
-        for dealt, told in zip(hands, self._everybodys(own, hands, batch), strict=True):
-            stream = iter(told)
-            for i in (i for hand in dealt if not hand.is_dummy for i in hand.rows):
-                for t, is_trained in enumerate(batch.rows[i].loss_mask):
-                    if is_trained:
-                        found[i][t] = next(stream)
-        return [tuple(row) for row in found]
+        order = (i for dealt in hands for hand in dealt if not hand.is_dummy for i in hand.rows)
+        return by_rows(batch, order, chain.from_iterable(self._everybodys(own, hands, batch)))
 
     def accumulate(self, batch: Batch, loss: Loss, optimizer: Optimizer) -> dict[str, float] | None:
         """Collect the gradient of a batch and return the statistics of all its rows; None without trained tokens."""
         hands = self._deal(batch)[self._mesh.data_rank]
         if not hands:
             return None
-        totals = {
-            "computed_tokens": sum(row.num_loss_tokens for row in batch.rows),
-            "computed_groups": len({row.group for row in batch.rows}),
-        }
+        totals = computed_totals(batch)
         shares: list[Mapping[str, Tensor]] = []
 
         def judge(number: int, packed: Packed, numbers: Tensor, entropy: Tensor) -> Tensor:

@@ -8,11 +8,12 @@ import torch
 from torch.distributed.fsdp import FSDPModule
 
 from areal.algorithms.update import probe
+from areal.algorithms.update.module import AMP_DTYPES
 from areal.algorithms.update.packing import pack
 from areal.contracts.specs import BackendContext
 from areal.errors import WorkerFailed, first_line
 from areal_fsdp2.limits import PLANNED
-from areal_fsdp2.model import AMP_DTYPES, PackedModel, PolicyModel
+from areal_fsdp2.model import PackedModel, PolicyModel
 
 LOW_PRECISION = 0.3
 """Logprobs of a bfloat16 or float16 pass are off by less, from rounding alone."""

@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from transformers import PreTrainedTokenizerBase
 
+from areal.contracts.durable import sync
 from areal.errors import JournalError, WorkerFailed, first_line
-from areal_fsdp2.export import sync
 from areal_fsdp2.model import PackedModel
 
 
@@ -57,17 +57,3 @@ def load_state(path: Path, *, is_mapped: bool = False) -> dict[str, Any]:
         if isinstance(error, MemoryError) or (isinstance(error, OSError) and error.errno != EINVAL):
             raise WorkerFailed(f"{str(path)!r} cannot be read: {error or type(error).__name__}") from error
         raise JournalError(f"{str(path)!r} is damaged ({first_line(error)}); go on from an older checkpoint") from error
-
-
-def random_state(device: torch.device) -> dict[str, torch.Tensor]:
-    """Return the state of torch's random numbers on the CPU and on `device`."""
-    state = {"cpu": torch.get_rng_state()}
-    if device.type != "cpu":
-        state["device"] = torch.get_device_module(device).get_rng_state()
-    return state
-
-
-def set_random_state(state: dict[str, torch.Tensor], device: torch.device) -> None:
-    torch.set_rng_state(state["cpu"].cpu())
-    if "device" in state and device.type != "cpu":
-        torch.get_device_module(device).set_rng_state(state["device"].cpu())

@@ -1,8 +1,8 @@
-"""The trained tokens of a micro-batch as tensors, the way a loss reads them."""
+"""The trained tokens of a micro-batch as tensors, the way a loss reads them, and numbers of tokens by their rows."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from itertools import compress
 
 import torch
@@ -11,6 +11,7 @@ from torch import Tensor
 from areal.algorithms.update.packing import Packed
 from areal.contracts.algorithm import TokenBatch
 from areal.contracts.messages import Batch, Row
+from areal.errors import ConfigError
 
 
 def token_batch(
@@ -45,6 +46,38 @@ def token_batch(
         computed_tokens=computed_tokens,
         computed_groups=computed_groups,
     )
+
+
+def computed_totals(batch: Batch) -> dict[str, int]:
+    """Return what `token_batch` is told of the whole batch, whatever its packing."""
+    return {
+        "computed_tokens": sum(row.num_loss_tokens for row in batch.rows),
+        "computed_groups": len({row.group for row in batch.rows}),
+    }
+
+
+def check_vocabulary(batch: Batch, size: int, path: str) -> None:
+    """Raise ConfigError for a token that the model in `path`, of a vocabulary of `size`, does not know."""
+    largest = max((max(row.token_ids) for row in batch.rows), default=0)
+    if largest >= size:
+        raise ConfigError(
+            f"token {largest} is outside the vocabulary of {path!r} ({size}); policy, engine and reference must have "
+            "one tokenizer"
+        )
+
+
+def by_rows(batch: Batch, order: Iterable[int], numbers: Iterable[float]) -> list[tuple[float, ...]]:
+    """Return for each row [T] numbers of its trained tokens, 0 for the others and in rows that are not in `order`.
+
+    `numbers` [N]: those of the rows of `order`, one row after the other.
+    """
+    found = [[0.0] * len(row.token_ids) for row in batch.rows]
+    stream = iter(numbers)
+    for i in order:
+        for t, is_trained in enumerate(batch.rows[i].loss_mask):
+            if is_trained:
+                found[i][t] = next(stream)
+    return [tuple(row) for row in found]
 
 
 def _proximal(rows: Sequence[Row], current: Tensor) -> Tensor:

@@ -22,8 +22,9 @@ from areal.builtins.resharders.locks import holder_died, own
 from areal.builtins.resharders.pieces import Assembly, Item, check_pieces, items_of, sending_ranks
 from areal.builtins.resharders.ranks import Lead, Seat
 from areal.builtins.resharders.versions import Waiter, attempt, version_name
-from areal.builtins.resharders.weight_files import split, sync_folder, write_index, write_weights
+from areal.builtins.resharders.weight_files import split, write_index, write_weights
 from areal.builtins.resharders.wire import Deadline, check_members
+from areal.contracts.durable import sync
 from areal.contracts.messages import Version
 from areal.contracts.options import Options
 from areal.contracts.transfer import Layout, Plan, Receipt, TensorSpec, pieces_of
@@ -142,7 +143,7 @@ class DiskSender:
             shutil.rmtree(old, ignore_errors=True)
         else:
             draft.rename(place)
-        sync_folder(self._folder)
+        sync(self._folder)
 
     def _prune(self, version: Version) -> None:
         """Drop versions beyond `keep`, those of a future that a resumed run took back, and dead drafts."""

@@ -17,6 +17,7 @@ import torch
 
 from areal.builtins.resharders.pieces import Item
 from areal.builtins.resharders.wire import checked, torch_dtype
+from areal.contracts.durable import sync
 from areal.contracts.transfer import checksum
 from areal.errors import TransferFailed
 
@@ -70,7 +71,7 @@ def write_weights(
                     file.write((ctypes.c_char * size).from_address(cast.data_ptr()))
             _sync(file)
     next(stream, None)  # lets `checked` refuse a tensor too many
-    sync_folder(folder)
+    sync(folder)
     return checksums
 
 
@@ -112,12 +113,3 @@ def write_index(folder: Path, files: Mapping[str, Sequence[Item]]) -> None:
 def _sync(file: BinaryIO) -> None:
     file.flush()
     os.fsync(file.fileno())
-
-
-def sync_folder(folder: Path) -> None:
-    """Put a folder's names on disk; a rename is lost in a power cut without it."""
-    handle = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)

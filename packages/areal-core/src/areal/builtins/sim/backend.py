@@ -12,7 +12,7 @@ from areal.builtins.sim.clock import charge
 from areal.contracts.algorithm import Loss
 from areal.contracts.messages import Batch
 from areal.contracts.options import Options
-from areal.contracts.resharder import Sender
+from areal.contracts.sending import KeptSender
 from areal.contracts.specs import BackendContext
 from areal.contracts.transfer import Layout, Receipt, Transfer
 from areal.errors import JournalError
@@ -47,7 +47,7 @@ class SimBackend:
         self._options = options
         self._learning_rate = context.training.learning_rate
         self._updates = 0
-        self._sender: tuple[str, Sender] | None = None
+        self._sender = KeptSender()
 
     def start(self) -> None: ...
 
@@ -70,10 +70,7 @@ class SimBackend:
         return Layout(host="sim", collective="sim")
 
     def send(self, transfer: Transfer) -> Receipt:
-        if self._sender is None or self._sender[0] != transfer.plan.uid:
-            resharder = transfer.resharder.load()(transfer.options, "")
-            self._sender = transfer.plan.uid, resharder.sender(transfer.plan)
-        return self._sender[1].send(transfer.version, (), transfer.deadline_s)
+        return self._sender.of(transfer).send(transfer.version, (), transfer.deadline_s)
 
     def save(self, path: str) -> None:
         folder = Path(path, "model")

@@ -8,11 +8,12 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from areal.algorithms.update.module import random_state, set_random_state
 from areal.algorithms.update.packing import Packed, micro_batches, pack
 from areal.algorithms.update.regions import checkpoint_tensors
 from areal.algorithms.update.schedule import learning_rate as scheduled_rate
 from areal.algorithms.update.statistics import combined
-from areal.algorithms.update.tokens import token_batch
+from areal.algorithms.update.tokens import by_rows, check_vocabulary, computed_totals, token_batch
 from areal.builtins.moving import HOST, free_unused, move_module
 from areal.builtins.torch_backend import state
 from areal.builtins.torch_backend.model import CriticModel, PackedModel, PolicyModel
@@ -21,9 +22,9 @@ from areal.builtins.torch_backend.options import TorchBackendOptions
 from areal.builtins.torch_backend.reference import FrozenReference
 from areal.contracts.algorithm import Loss
 from areal.contracts.messages import Batch
-from areal.contracts.resharder import Interrupts, Sender
+from areal.contracts.sending import KeptSender
 from areal.contracts.specs import BackendContext
-from areal.contracts.transfer import Layout, Plan, Receipt, TensorSpec, Transfer, local_host
+from areal.contracts.transfer import Layout, Receipt, TensorSpec, Transfer, local_host
 from areal.errors import ConfigError, WorkerFailed
 
 
@@ -46,7 +47,7 @@ class TorchBackend:
         self._device = torch.device(context.accelerator.name)
         self._num_updates = 0
         self._is_away = False
-        self._sender: tuple[Plan, Sender] | None = None
+        self._sender = KeptSender()
         self._model: PackedModel | None = None
         self._reference: FrozenReference | None = None
         self._optimizer: Optimizer
@@ -89,30 +90,20 @@ class TorchBackend:
     @torch.no_grad()
     def _numbers(self, batch: Batch) -> list[tuple[float, ...]]:
         model = self._started()
-        largest = max((max(row.token_ids) for row in batch.rows), default=0)
-        if largest >= (size := model.module.config.get_text_config().vocab_size):
-            raise ConfigError(
-                f"token {largest} is outside the vocabulary of {self._context.model.path!r} ({size}); policy, engine "
-                "and reference must have one tokenizer"
-            )
-        found = [[0.0] * len(row.token_ids) for row in batch.rows]
+        check_vocabulary(batch, model.module.config.get_text_config().vocab_size, self._context.model.path)
+        order: list[int] = []
+        numbers: list[float] = []
         for packed in self._micro_batches(batch):
             values, _ = model.token_numbers(packed, batch.temperature)
-            numbers = iter(values.tolist())
-            for i in packed.rows:
-                for t, is_trained in enumerate(batch.rows[i].loss_mask):
-                    if is_trained:
-                        found[i][t] = next(numbers)
-        return [tuple(row) for row in found]
+            order += packed.rows
+            numbers += values.tolist()
+        return by_rows(batch, order, numbers)
 
     def train_step(self, batch: Batch, loss: Loss, learning_rate: float | None = None) -> Mapping[str, float]:
         """Make one optimizer update; see the contract. A batch without trained tokens moves the schedule only."""
         model = self._started()
         rate = scheduled_rate(self._context.training, self._num_updates) if learning_rate is None else learning_rate
-        totals = {
-            "computed_tokens": sum(row.num_loss_tokens for row in batch.rows),
-            "computed_groups": len({row.group for row in batch.rows}),
-        }
+        totals = computed_totals(batch)
         shares: list[dict[str, Tensor]] = []
         for packed in self._micro_batches(batch):
             numbers, entropy = model.token_numbers(packed, batch.temperature)
@@ -145,11 +136,7 @@ class TorchBackend:
     def send(self, transfer: Transfer) -> Receipt:
         """Send the weights; the plan's sender is kept for the next version. TransferFailed."""
         model = self._started()
-        if self._sender is None or self._sender[0].uid != transfer.plan.uid:
-            self.close()
-            resharder = transfer.resharder.load()(transfer.options, "")
-            self._sender = (transfer.plan, resharder.sender(transfer.plan))
-        return self._sender[1].send(transfer.version, _weights(model), transfer.deadline_s)
+        return self._sender.of(transfer).send(transfer.version, _weights(model), transfer.deadline_s)
 
     def save(self, path: str) -> None:
         """Write ``path/model`` (HF, in ``model.dtype``) and ``path/trainer.pt`` (float32 weights and all the rest)."""
@@ -161,7 +148,7 @@ class TorchBackend:
             "weights": dict(module.named_parameters()),
             "optimizer": self._optimizer.state_dict(),
             "num_updates": self._num_updates,
-            "random": state.random_state(self._device),
+            "random": random_state(self._device),
             "reference": None if self._reference is None else self._reference.weights,
         }
         state.save_state(everything, folder / state.STATE_FILE)
@@ -181,12 +168,11 @@ class TorchBackend:
         self._num_updates = saved["num_updates"]
         kept: list[Tensor] | None = saved.get("reference")
         self._reference = None if kept is None else FrozenReference([tensor.to(self._device) for tensor in kept])
-        state.set_random_state(saved["random"], self._device)
+        set_random_state(saved["random"], self._device)
 
     def interrupt(self) -> None:
         """Make the `send` that runs wait no longer for receivers that are gone, where the resharder can."""
-        if self._sender is not None and isinstance(self._sender[1], Interrupts):
-            self._sender[1].interrupt()
+        self._sender.interrupt()
 
     def offload(self) -> None:
         """Move weights, moments and reference to the host's memory."""
@@ -207,9 +193,7 @@ class TorchBackend:
 
     def close(self) -> None:
         """Close the sender, if there is one."""
-        if self._sender is not None:
-            self._sender[1].close()
-            self._sender = None
+        self._sender.close()
 
     def _there(self) -> PackedModel:
         if self._model is None:

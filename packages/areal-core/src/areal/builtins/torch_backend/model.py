@@ -13,13 +13,12 @@ from transformers import AutoModelForCausalLM, AutoModelForTokenClassification, 
 
 from areal.algorithms.update import attention, probe
 from areal.algorithms.update.logprobs import head_logprobs, logit_scaling
+from areal.algorithms.update.module import AMP_DTYPES, checkpoint_activations, stop_dropout
 from areal.algorithms.update.packing import Packed, pack
 from areal.builtins.loading import LOADING_ERRORS, first_line
 from areal.builtins.quiet import no_progress_bar
 from areal.contracts.specs import AmpSpec, BackendContext
 from areal.errors import WorkerFailed
-
-AMP_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 class PackedModel(ABC):
@@ -33,11 +32,11 @@ class PackedModel(ABC):
         self.module = self._load()
         nn.Module.to(self.module, device)
         self.module.eval()
-        _stop_dropout(self.module)
+        stop_dropout(self.module)
         self._backbone: nn.Module = self.module.base_model
         self._prepare()
         if context.training.activation_checkpointing:
-            self._checkpoint_activations()
+            checkpoint_activations(self.module)
 
     @abstractmethod
     def _load(self) -> PreTrainedModel:
@@ -64,15 +63,6 @@ class PackedModel(ABC):
                 use_cache=False,
             ).last_hidden_state
             return self._numbers(hidden[0, packed.predictors], packed, temperature)
-
-    def _checkpoint_activations(self) -> None:
-        if not self.module.supports_gradient_checkpointing:
-            raise WorkerFailed(
-                f"training.activation_checkpointing is on and {type(self.module).__name__} cannot do it; turn it off"
-            )
-        self.module.gradient_checkpointing_enable({"use_reentrant": False})
-        # transformers recomputes in training mode only; nothing else differs, dropout is off.
-        self.module.train()
 
 
 class PolicyModel(PackedModel):
@@ -166,13 +156,6 @@ def _head(module: PreTrainedModel, path: str) -> nn.Module:
     if head is None:
         raise _unsupported(path, f"{type(module).__name__} has no LM head")
     return head
-
-
-def _stop_dropout(module: nn.Module) -> None:
-    """Make training mode equal to evaluation mode; the attention of this backend never drops anything."""
-    for part in module.modules():
-        if isinstance(part, nn.Dropout):
-            part.p = 0.0
 
 
 def _unsupported(path: str, reason: str) -> WorkerFailed:

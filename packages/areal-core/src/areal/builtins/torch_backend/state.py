@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -12,6 +11,7 @@ import torch
 from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 from areal.builtins.quiet import no_progress_bar
+from areal.contracts.durable import sync
 from areal.errors import JournalError, WorkerFailed
 
 MODEL_FOLDER = "model"
@@ -63,9 +63,9 @@ def save_state(state: dict[str, Any], path: Path) -> None:
     """Write `state` (tensors and plain values) to the file `path`; it appears whole or not at all."""
     unfinished = path.with_name(f"{path.name}.tmp")
     torch.save(state, unfinished)
-    _sync(unfinished)
+    sync(unfinished)
     unfinished.replace(path)
-    _sync(path.parent)
+    sync(path.parent)
 
 
 def load_state(path: Path) -> dict[str, Any]:
@@ -83,20 +83,6 @@ def load_state(path: Path) -> dict[str, Any]:
         raise JournalError(f"{str(path)!r} is damaged ({error}); go on from an older checkpoint") from error
 
 
-def random_state(device: torch.device) -> dict[str, torch.Tensor]:
-    """Return the state of torch's random numbers on the CPU and on `device`."""
-    state = {"cpu": torch.get_rng_state()}
-    if device.type != "cpu":
-        state["device"] = torch.get_device_module(device).get_rng_state()
-    return state
-
-
-def set_random_state(state: dict[str, torch.Tensor], device: torch.device) -> None:
-    torch.set_rng_state(state["cpu"].cpu())
-    if "device" in state and device.type != "cpu":
-        torch.get_device_module(device).set_rng_state(state["device"].cpu())
-
-
 def _replace_folder(folder: Path, write: Callable[[Path], None]) -> None:
     unfinished, old = (folder.with_name(f".{folder.name}.{word}") for word in ("new", "old"))
     for leftover in (unfinished, old):
@@ -104,18 +90,10 @@ def _replace_folder(folder: Path, write: Callable[[Path], None]) -> None:
     unfinished.mkdir(parents=True)
     write(unfinished)
     for file in unfinished.iterdir():
-        _sync(file)
-    _sync(unfinished)
+        sync(file)
+    sync(unfinished)
     if folder.exists():
         folder.rename(old)
     unfinished.rename(folder)
-    _sync(folder.parent)
+    sync(folder.parent)
     shutil.rmtree(old, ignore_errors=True)
-
-
-def _sync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -7,7 +7,6 @@ finish    trainer: finish_save ─ seal ─ sync ─ rename ─ pointer        b
 from __future__ import annotations
 
 import asyncio
-import os
 import shutil
 from collections.abc import Generator
 from contextlib import contextmanager
@@ -15,6 +14,7 @@ from pathlib import Path
 from typing import Protocol
 
 from areal.contracts.cluster import Calls
+from areal.contracts.durable import sync
 from areal.errors import JournalError
 from areal.flow.trainer.checksums import seal
 
@@ -138,18 +138,10 @@ def _settle(unfinished: Path, final: Path) -> None:
     seal(unfinished)
     _sync_tree(unfinished)
     unfinished.rename(final)
-    _sync(final.parent)
+    sync(final.parent)
 
 
 def _sync_tree(folder: Path) -> None:
     """Bring every file below a folder to the disk; one that is there already costs nothing."""
     for path in (*folder.rglob("*"), folder):
-        _sync(path)
-
-
-def _sync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+        sync(path)
