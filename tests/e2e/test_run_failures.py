@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import sqlite3
 import subprocess
@@ -133,3 +134,25 @@ def test_a_stall_is_explained_and_ended(tmp_path: Path, processes: Processes) ->
     assert "rollout-0 gave no sign of life for 10 s" in output
     (stacks,) = (run / "logs").glob("stall-*.txt")
     assert "==== rollout-0" in stacks.read_text() and "stopped" in stacks.read_text()
+
+
+def newcomer_pid(folder: Path, name: str) -> int:
+    """Return the process of a worker as soon as there is one."""
+    deadline = time.monotonic() + DEADLINE_S
+    while True:
+        try:
+            return worker_pid(run_folder(folder), name)
+        except (AssertionError, OSError, ValueError):  # no folder, no process yet
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+
+
+def test_workers_that_are_killed_before_the_first_step_are_started_again(tmp_path: Path, processes: Processes) -> None:
+    process = start(tmp_path, "run", *SMALL, "training.max_steps=2", "rollout.workers=1")
+    processes.append(process)
+    for name in ("trainer-0", "engine-0", "rollout-0"):
+        os.kill(newcomer_pid(tmp_path, name), signal.SIGKILL)
+    output = finish(process)
+    assert process.returncode == 0, output
+    assert re.search("warning: trainer-0 did not start: .*; trying again", output), output
+    assert steps_of(run_folder(tmp_path)) == [1, 2]

@@ -136,7 +136,8 @@ class PlainLoop:
         num_steps = self.config.training.max_steps
         for step in range(num_steps + 1):
             staging = Transfer(phase="stage", version=step, **common)
-            self.trainer.send(staging)
+            self.trainer.begin_send(staging)
+            await self.trainer.finish_send()
             await self.engine.receive(staging)
             await self.engine.receive(Transfer(phase="commit", version=step, **common))
             if step < num_steps:

@@ -193,7 +193,8 @@ async def test_each_rank_sends_its_pieces_and_one_receipt_comes_back(site: Site,
     source = layout if SHARDS in chosen.capabilities else replace(layout, pieces=())
     plan = chosen.load()(options, str(site.folder)).plan(source, [Layout(host=layout.host)])
     transfer = Transfer(phase="stage", version=3, resharder=chosen, options=options, plan=plan)
-    receipt: Receipt = await site.seat.call("send", transfer, deadline_s=DEADLINE_S)
+    await site.seat.call("begin_send", transfer, deadline_s=DEADLINE_S)
+    receipt: Receipt = await site.seat.call("finish_send", deadline_s=DEADLINE_S)
     sent = [piece_name(source.tensors[piece.tensor], piece) for rank in range(2) for piece in pieces_of(source, rank)]
     assert sorted(receipt.checksums) == sorted(sent) and len(sent) > (len(source.tensors) if source.pieces else 0)
     assert receipt.num_bytes == sum(tensor.nbytes for tensor in SEEN["weights"].values())

@@ -52,11 +52,14 @@ class Side:
         if what in self.failures:
             raise self.failures[what]
 
-    async def send(self, transfer: Transfer) -> Receipt:
+    async def begin_send(self, transfer: Transfer) -> None:
         assert transfer.phase == "stage"
         self.transfers.append(transfer)
-        self._hear("send")
-        return Receipt(version=transfer.version, checksums=self.sums, num_bytes=128)
+        self._hear("begin_send")
+
+    async def finish_send(self) -> Receipt:
+        self._hear("finish_send")
+        return Receipt(version=self.transfers[-1].version, checksums=self.sums, num_bytes=128)
 
     async def receive(self, transfer: Transfer) -> Receipt:
         self.transfers.append(transfer)
@@ -101,7 +104,7 @@ async def test_a_version_reaches_every_engine() -> None:
     published = await site.publish(version=9)
     assert published.committed == ("engine-0", "engine-1") and published.failed == {}
     assert published.metrics["weights/bytes"] == 128.0
-    assert {"weights/send_s", "weights/receive_s", "weights/commit_s"} < published.metrics.keys()
+    assert {"weights/begin_s", "weights/send_s", "weights/receive_s", "weights/commit_s"} < published.metrics.keys()
     (plan,) = CountingResharder.plans
     assert plan.targets == (Layout(host="host-0"), Layout(host="host-1")) and plan.source == SOURCE
     for member, engine in enumerate(site.engines):
@@ -111,6 +114,7 @@ async def test_a_version_reaches_every_engine() -> None:
             assert (transfer.member, transfer.version, transfer.plan) == (member, 9, plan)
             assert (transfer.options, transfer.resharder.name, transfer.deadline_s) == ({"bucket": 4}, "counting", 2.0)
     (sent,) = site.trainer.transfers
+    assert site.trainer.heard == ["begin_send", "finish_send"]
     assert (sent.plan, sent.member, sent.version) == (plan, 0, 9)
 
 
@@ -166,19 +170,20 @@ async def test_an_engine_that_fails_to_receive_never_commits(error: BaseExceptio
     assert site.engines[0].heard == ["stage"]
 
 
+@pytest.mark.parametrize("moment", ["begin_send", "finish_send"])
 @pytest.mark.parametrize("error", [TransferFailed("no room"), WorkerFailed("trainer-0 hung"), TransferFailed()])
-async def test_a_sender_that_fails_rolls_everybody_back(error: Exception) -> None:
-    site = Site(Side(), Side(stage=TransferFailed("nothing came")), Side(), trainer=Side(send=error))
+async def test_a_sender_that_fails_rolls_everybody_back(error: Exception, moment: str) -> None:
+    site = Site(Side(), Side(stage=TransferFailed("nothing came")), Side(), trainer=Side(**{moment: error}))
     said = str(error) or "TransferFailed"
     with pytest.raises(TransferFailed, match=f"version 4 was not published, the trainer could not send it: {said}"):
-        await site.publisher.stage(4, site.targets())
+        await site.publish(4)
     assert [engine.heard for engine in site.engines] == [["stage", "rollback"]] * 3
     assert [transfer.phase for transfer in site.engines[2].transfers] == ["stage", "rollback"]
     assert site.engines[2].transfers[1].member == 2
 
 
 async def test_an_engine_that_cannot_even_roll_back_stops_nobody() -> None:
-    site = Site(Side(rollback=WorkerDied("gone")), Side(), trainer=Side(send=TransferFailed("no")))
+    site = Site(Side(rollback=WorkerDied("gone")), Side(), trainer=Side(begin_send=TransferFailed("no")))
     with pytest.raises(TransferFailed, match="could not send it: no"):
         await site.publisher.stage(1, site.targets())
     assert site.engines[1].heard == ["stage", "rollback"]
@@ -232,11 +237,12 @@ async def test_plans_last_until_something_changes() -> None:
     assert await plan_after(1) == "plan-1"
     site.engines[1].sums = dict(SUMS)
     assert await plan_after(1) == "plan-2", "after a receiver's failure"
-    site.trainer.failures["send"] = TransferFailed("no")
-    with pytest.raises(TransferFailed):
-        await plan_after(1)
-    del site.trainer.failures["send"]
-    assert await plan_after(1) == "plan-3", "after the sender's failure"
+    for number, moment in enumerate(("begin_send", "finish_send")):
+        site.trainer.failures[moment] = TransferFailed("no")
+        with pytest.raises(TransferFailed):
+            await plan_after(1)
+        del site.trainer.failures[moment]
+        assert await plan_after(1) == f"plan-{3 + number}", "after the sender's failure"
 
 
 async def test_no_road() -> None:
@@ -279,6 +285,24 @@ async def test_the_trainer_does_not_wait_for_a_slow_engine() -> None:
     assert (await staged.commit()).committed == ("engine-0", "engine-1")
 
 
+async def test_the_trainer_goes_on_while_it_sends() -> None:
+    class Sending(Side):
+        sent = asyncio.Event()
+
+        async def finish_send(self) -> Receipt:
+            await self.sent.wait()
+            return await super().finish_send()
+
+    site = Site(Side(), trainer=Sending())
+    staged = await asyncio.wait_for(site.publisher.stage(1, site.targets()), 5)
+    assert site.trainer.heard == ["begin_send"] and site.trainer.transfers[0].overlaps
+    committing = asyncio.create_task(staged.commit())
+    await until(lambda: site.engines[0].heard == ["stage"])
+    assert not committing.done()
+    Sending.sent.set()
+    assert (await committing).committed == ("engine-0",) and site.engines[0].heard == WHOLE
+
+
 class WaitingTrainer(Side):
     """Sends only when it is told that a receiver is gone, and says so."""
 
@@ -286,7 +310,7 @@ class WaitingTrainer(Side):
         super().__init__()
         self.told = asyncio.Event()
 
-    async def send(self, transfer: Transfer) -> Receipt:  # type: ignore[override]
+    async def finish_send(self) -> Receipt:
         await self.told.wait()
         raise TransferFailed("engine-0 did not come")
 
@@ -299,5 +323,5 @@ async def test_a_sender_that_waits_for_a_dead_engine_is_told(monkeypatch: pytest
     trainer = WaitingTrainer()
     site = Site(Side(stage=WorkerDied("engine-0 died")), Side(), trainer=trainer)
     with pytest.raises(TransferFailed, match="engine-0 did not come"):
-        await asyncio.wait_for(site.publisher.stage(1, site.targets()), 5)
+        await site.publish()
     assert trainer.told.is_set() and "rollback" in site.engines[1].heard

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ from areal.contracts.algorithm import Needs
 from areal.contracts.component import Component
 from areal.contracts.messages import Batch, Group, Outcome, Row, Trajectory
 from areal.contracts.specs import BackendContext, ModelSpec, TrainingSpec
-from areal.contracts.transfer import Layout
+from areal.contracts.transfer import Layout, Plan, Transfer
 from areal.errors import JournalError
 from areal.flow.trainer.worker import TrainerWorker, TrainRequest
 
@@ -128,15 +129,42 @@ def test_what_cannot_be_written_is_one_line(monkeypatch: pytest.MonkeyPatch, tmp
         worker.prepare("os:mkdir", "/dev/null/model")
 
 
-def test_start_prepare_save_load_send() -> None:
+def test_start_prepare_save_load() -> None:
     worker, backend = make_worker()
     assert backend.options == {"some": "options"}
     assert worker.start() == Layout(host="here")
     worker.save("there")
     worker.load("back")
     assert backend.calls == [("start", None), ("save", "there"), ("load", "back")]
-    assert worker.send("transfer") == ("sent", "transfer")  # type: ignore[arg-type]
     assert worker.prepare("math:gcd", 12, 18) == 6
+
+
+class SendingBackend(NotingBackend):
+    """Goes on while it sends. Invariant: `sent` is what was begun and what was finished, in order."""
+
+    def begin_send(self, transfer: Any) -> None:
+        self.sent = [f"begun {transfer.version}"]
+
+    def finish_send(self) -> Any:
+        self.sent.append(f"finished in {threading.current_thread().name}")
+        return "receipt"
+
+
+@pytest.mark.parametrize("overlaps", [True, False])
+async def test_sending(overlaps: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    plan = Plan(uid="p", source=Layout(host="here"), targets=())
+    transfer = Transfer(phase="stage", version=4, resharder=BACKEND, options=None, plan=plan, overlaps=overlaps)
+    worker, _ = make_worker()
+    worker.begin_send(transfer)
+    assert await worker.finish_send() == ("sent", transfer), "a backend that sends in one go"
+    monkeypatch.setattr(f"{__name__}.NotingBackend", SendingBackend)
+    worker, backend = make_worker()
+    worker.begin_send(transfer)
+    if overlaps:
+        assert await worker.finish_send() == "receipt"
+        assert backend.sent[0] == "begun 4" and threading.current_thread().name not in backend.sent[1]
+    else:
+        assert await worker.finish_send() == ("sent", transfer)
 
 
 def test_one_update_takes_the_current_policy_as_proximal() -> None:

@@ -12,14 +12,14 @@ import torch
 
 from areal.algorithms.update.module import random_state, set_random_state
 from areal.algorithms.update.schedule import learning_rate as scheduled_rate
+from areal.algorithms.update.sending import BackgroundSender
 from areal.algorithms.update.tokens import check_vocabulary
 from areal.contracts.algorithm import Loss
 from areal.contracts.messages import Batch
-from areal.contracts.sending import KeptSender
 from areal.contracts.specs import BackendContext
 from areal.contracts.transfer import Layout, Receipt, Transfer, local_host
 from areal.errors import ConfigError, WorkerFailed
-from areal_fsdp2 import loading, lora, publishing, state
+from areal_fsdp2 import loading, lora, state
 from areal_fsdp2.boxes import Kinds
 from areal_fsdp2.checkpoint import Checkpoints, Export
 from areal_fsdp2.export import stage
@@ -30,6 +30,7 @@ from areal_fsdp2.optimizer import Optimizer
 from areal_fsdp2.options import Fsdp2Options
 from areal_fsdp2.passes import Passes
 from areal_fsdp2.probing import check_packing
+from areal_fsdp2.publishing import Outgoing
 from areal_fsdp2.reference import FrozenReference
 from areal_fsdp2.shards import Part, Shards, parts_of
 from areal_fsdp2.trained import Trained
@@ -53,9 +54,10 @@ class Fsdp2Backend:
         self._num_updates = 0
         self._model: PackedModel | None = None
         self._reference: FrozenReference | None = None
-        self._sender = KeptSender(context.rank)
+        self._sender = BackgroundSender(context.rank)
         self._checkpoints: Checkpoints | None = None
         self._adapters: Adapters | None = None
+        self._outgoing: Outgoing
         self._mesh: Mesh
         self._shards: Shards
         self._passes: Passes
@@ -72,6 +74,7 @@ class Fsdp2Backend:
         parts = parts_of(model.module)
         loading.read([part for part in parts if not lora.is_adapter(part.name)], folder, model.optional)
         self._shards = self._published(model, parts)
+        self._outgoing = Outgoing(self._shards, context.rank, self._sender)
         check_packing(model, context, self._mesh.device)
         self._passes = Passes(model, self._mesh, context.training.micro_batch_tokens)
         stages = self._mesh.group("pp") if self._mesh.dimensions.pp > 1 else None
@@ -146,7 +149,17 @@ class Fsdp2Backend:
     def send(self, transfer: Transfer) -> Receipt:
         """Send this rank's pieces, or on rank 0 everything if the plan wants no pieces; TransferFailed."""
         self._started()
-        return publishing.send(self._shards, self._sender, transfer, self._context.rank)
+        return self._outgoing.send(transfer)
+
+    def begin_send(self, transfer: Transfer) -> None:
+        """Take this rank's pieces as they are now, where the plan wants pieces; TransferFailed."""
+        self._started()
+        self._outgoing.begin(transfer)
+
+    def finish_send(self) -> Receipt:
+        """Send what `begin_send` took; TransferFailed."""
+        self._started()
+        return self._outgoing.finish()
 
     def save(self, path: str) -> None:
         """Copy all of the state and begin to write it to ``path``, see checkpoint.py; `finish_save` ends it."""
@@ -215,7 +228,7 @@ class Fsdp2Backend:
         return exports
 
     def interrupt(self) -> None:
-        """Make the `send` that runs wait no longer for receivers that are gone, where the resharder can."""
+        """Make what is being sent wait no longer for receivers that are gone, where the resharder can."""
         self._sender.interrupt()
 
     def close(self) -> None:

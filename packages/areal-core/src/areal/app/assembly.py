@@ -88,6 +88,7 @@ class Assembly:
             keeper=keeper,
             sharing=sharing,
             told=observer.weights_published,
+            wake=buffer.wake,
         )
         return Stages(
             trainer=seat,
@@ -140,7 +141,15 @@ class Assembly:
             target = next(iter(fleet.members.values())).layout
             name = self._plugins.ask("areal_choose_resharder", source=source, target=target) or "disk"
             reshard = choose(self._plugins, "resharder", name, {})
-        return Publisher(seat, source, reshard.component, reshard.options, str(self._folder.path), PUBLISH_DEADLINE_S)
+        return Publisher(
+            seat,
+            source,
+            reshard.component,
+            reshard.options,
+            str(self._folder.path),
+            PUBLISH_DEADLINE_S,
+            overlaps=self._config.reshard.overlap,
+        )
 
     def settings(self) -> LoopSettings:
         config = self._config

@@ -9,6 +9,7 @@ import time
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import AsyncExitStack
 from pathlib import Path
+from typing import TypeVar
 
 from rich.console import Console
 
@@ -23,7 +24,7 @@ from areal.contracts.run import RunInfo
 from areal.contracts.specs import TrackerContext
 from areal.contracts.tracker import Tracker
 from areal.contracts.transfer import Layout
-from areal.errors import JournalError, TrainerLost, WorkerFailed
+from areal.errors import JournalError, TrainerLost, WorkerDied, WorkerFailed
 from areal.flow.buffer.journal import Journal, Recovery
 from areal.flow.engine.fleet import START_DEADLINE_S, Fleet
 from areal.flow.loop import Loop
@@ -41,6 +42,9 @@ from areal.plugins import Plugins, discover
 
 _log = logging.getLogger(__name__)
 
+T = TypeVar("T")
+START_ATTEMPTS = 3
+"""What the dead of a run's start have in common after so many is no accident."""
 TINY_MODEL = "areal.builtins.models.tiny:write_tiny_model"
 
 
@@ -152,15 +156,19 @@ class Controller:
         fleet = Fleet(workers.engine, crew.use_engines)
         sharing = DeviceSharing(fleet, seat) if self._config.resources.shared else OwnDevices()
         source = await self._start_workers(workers, seat, fleet, crew)
-        await sharing.to_trainer()
         deadline_s = self._config.training.step_timeout_s
         keep, journal_bytes = self._config.checkpoint.keep, self._config.journal.max_mb * 2**20
         checkpoints = Checkpoints(seat, journal, self._folder.checkpoints, keep, deadline_s, journal_bytes)
-        if recovery is None:
+
+        async def begin() -> Recovery | None:
+            await (sharing.to_trainer() if seat.ranks else _refill(seat, sharing))
+            if recovery is not None:
+                return await self._restore(seat, journal)
             await self._warm_up(seat, crew)
             await checkpoints.save(0)
-        else:
-            recovery = await self._restore(seat, journal)
+            return None
+
+        recovery = await self._try_again(begin, died=TrainerLost)
         step = recovery.step if recovery else 0
         view = ProgressView(self._console, step, self._config.training.max_steps)
         stack.callback(view.close)
@@ -185,13 +193,7 @@ class Controller:
 
     async def _replace_trainer(self, seat: TrainerSeat, sharing: OwnDevices, journal: Journal) -> Recovery:
         """Fill the seat again and go back to the newest checkpoint; TrainerLost when that fails, too."""
-        await sharing.to_engines()  # while nobody sits there
-        try:
-            await seat.fill()
-        except WorkerFailed as error:
-            raise TrainerLost(str(error)) from error
-        await sharing.to_trainer()
-        await seat.start(START_DEADLINE_S)
+        await _refill(seat, sharing)
         return await self._restore(seat, journal)
 
     async def _restore(self, seat: TrainerSeat, journal: Journal) -> Recovery:
@@ -219,28 +221,42 @@ class Controller:
     async def _start_workers(self, workers: Workers, seat: TrainerSeat, fleet: Fleet, crew: Crew) -> Layout:
         """Start everything side by side and return the trainer's layout: most of the time goes into imports.
 
-        Fewer engines and rollout workers than asked for are borne down to the recipe's fewest.
+        Fewer engines and rollout workers than asked for are borne down to the recipe's fewest, deaths see `_try_again`.
         """
         self._console.print(f"run {self._folder.path.name}: starting workers", highlight=False, soft_wrap=True)
         await workers.reserve()
         engine, rollout = self._config.engine, self._config.rollout
         others = asyncio.gather(
-            _some_of(engine.min, engine.replicas, fleet.add), _some_of(rollout.min, rollout.workers, crew.add)
+            _some_of(engine.min, engine.replicas, lambda: self._try_again(fleet.add)),
+            _some_of(rollout.min, rollout.workers, lambda: self._try_again(crew.add)),
         )
-        try:
+
+        async def start_trainer() -> Layout:
             await seat.fill()
             if not self._resolved.model_path and not self._folder.model.exists():
                 await seat.call_first(
                     "prepare", TINY_MODEL, str(self._folder.model), self._config.seed, deadline_s=START_DEADLINE_S
                 )
             workers.model_is_there.set()
-            source = await seat.start(START_DEADLINE_S)
+            return await seat.start(START_DEADLINE_S)
+
+        try:
+            source = await self._try_again(start_trainer)
             for error in [error for errors in await others for error in errors]:
                 self._console.print(f"warning: {error}; trying again later", highlight=False, soft_wrap=True)
         finally:
             others.cancel()
             await asyncio.gather(others, return_exceptions=True)
         return source
+
+    async def _try_again(self, work: Callable[[], Awaitable[T]], died: type[WorkerFailed] = WorkerDied) -> T:
+        """Do what nobody watches yet, and when a worker has `died` in it, which may be an accident, do it again."""
+        for _ in range(START_ATTEMPTS - 1):
+            try:
+                return await work()
+            except (died, TrainerLost) as error:
+                self._console.print(f"warning: {error}; trying again", highlight=False, soft_wrap=True)
+        return await work()
 
     async def _warm_up(self, trainer: TrainerSeat, crew: Crew) -> None:
         spec = self._config.training.warmup
@@ -301,6 +317,17 @@ class Controller:
 
         for number in (signal.SIGINT, signal.SIGTERM):
             loop.add_signal_handler(number, interrupt)
+
+
+async def _refill(seat: TrainerSeat, sharing: OwnDevices) -> None:
+    """Let another trainer load its model, while nobody sits in the seat; TrainerLost when that fails, too."""
+    await sharing.to_engines()
+    try:
+        await seat.fill()
+    except WorkerFailed as error:
+        raise TrainerLost(str(error)) from error
+    await sharing.to_trainer()
+    await seat.start(START_DEADLINE_S)
 
 
 async def _some_of(fewest: int, wanted: int, start: Callable[[], Awaitable[str]]) -> list[WorkerFailed]:

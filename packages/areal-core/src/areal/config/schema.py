@@ -132,6 +132,9 @@ class ReshardChoice(Choice):
 
     name: str = AUTO
     """A registered resharder; auto: the best one that trainer and engines both offer."""
+    overlap: bool = True
+    """The trainer goes on while its weights are being sent, from a copy in the engines' dtype where the road needs
+    one."""
 
 
 class ClusterChoice(Choice):

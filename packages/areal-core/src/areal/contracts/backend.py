@@ -112,6 +112,25 @@ class SavesInBackground(Protocol):
 
 
 @runtime_checkable
+class SendsInBackground(Protocol):
+    """Optional: a backend whose weights may change while they are still on their way.
+
+    Invariant: what `finish_send` sends are the weights at the time of `begin_send`.
+    """
+
+    def begin_send(self, transfer: Transfer) -> None:
+        """Take what `send` would send, and return as soon as later calls cannot change it; TransferFailed."""
+        ...
+
+    def finish_send(self) -> Receipt:
+        """Block until `send` would have returned, and return or raise the same.
+
+        Called once after each `begin_send` that has returned, in a thread of its own beside other calls.
+        """
+        ...
+
+
+@runtime_checkable
 class Offloads(Protocol):
     """Optional (capability `OFFLOAD`): a backend that can do without its device between two steps.
 

@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol, runtime_checkable
 
-from areal.errors import WorkerFailed
+from areal.errors import WorkerDied
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -113,13 +113,13 @@ NEWCOMER_SILENCE_S = 120.0
 async def start_of(handle: Handle, deadline_s: float) -> Any:
     """Call `start` of a worker that nobody else watches yet and return what it returns.
 
-    WorkerFailed also when it gives no sign of life for `NEWCOMER_SILENCE_S`, which is much less than a start may take.
+    WorkerDied also when it gives no sign of life for `NEWCOMER_SILENCE_S`, which is much less than a start may take.
     """
     starting = asyncio.ensure_future(handle.call("start", deadline_s=deadline_s))
     try:
         while not (await asyncio.wait([starting], timeout=NEWCOMER_SILENCE_S / 8))[0]:
             if not await handle.ping(NEWCOMER_SILENCE_S) and not starting.done():
-                raise WorkerFailed(f"{handle.name} gave no sign of life for {NEWCOMER_SILENCE_S:g} s while it started")
+                raise WorkerDied(f"{handle.name} gave no sign of life for {NEWCOMER_SILENCE_S:g} s while it started")
         return await starting
     finally:
         starting.cancel()
@@ -146,7 +146,8 @@ class Cluster(Protocol):
         ...
 
     async def spawn(self, spec: WorkerSpec) -> Handle:
-        """Start a worker and return once its factory has returned; WorkerFailed in one sentence.
+        """Start a worker and return once its factory has returned; WorkerFailed in one sentence, of a process that died
+        on the way WorkerDied.
 
         One of a kind that has reserved room takes some of it, that of a dead one included.
         """

@@ -25,6 +25,22 @@ class Sender(Protocol):
     def close(self) -> None: ...
 
 
+@runtime_checkable
+class Takes(Protocol):
+    """Optional, for senders that copy into memory of their own: `send` in two halves.
+
+    Invariant: `take` and then `deliver` do what `send` does, and what `take` has returned for may change.
+    """
+
+    def take(self, version: Version, tensors: Iterable[tuple[str, Tensor]], deadline_s: float) -> None:
+        """Copy this rank's pieces as `send` wants them; TransferFailed, and then there is nothing to deliver."""
+        ...
+
+    def deliver(self) -> Receipt:
+        """Bring what was taken to the receivers; perhaps from another thread, never beside `take`. TransferFailed."""
+        ...
+
+
 class Receiver(Protocol):
     """The half beside an engine. Invariant: yields every tensor of the plan exactly once, or raises."""
 

@@ -105,6 +105,8 @@ class Transfer:
     """Index into ``plan.targets`` for an engine; 0 for the sender."""
     deadline_s: float = 300.0
     """Seconds this phase may take before it raises TransferFailed."""
+    overlaps: bool = True
+    """Whether the trainer is to go on before all is sent, where its backend can."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

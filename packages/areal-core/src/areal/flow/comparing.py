@@ -69,7 +69,7 @@ class Comparing:
         draws = some_prompts(self._crew.num_prompts, "train", self._settings.prompts)
         if not draws:
             return ""
-        await self._publishing.committed()
+        await self._publishing.settled(tasks, step)
         probing = tasks.start(self._crew.probe(draws, PARITY_TOKENS, self._settings.answer_s))
         while not (await asyncio.wait([probing], timeout=LOOK_S))[0]:
             # The engine that was asked may have died; its successor waits for these weights.

@@ -29,10 +29,10 @@ class Evaluator:
         self._num_prompts = num_prompts
         self._running: asyncio.Task[None] | None = None
 
-    def begin(self, tasks: TaskSet, step: int, committed: Callable[[], Awaitable[None]]) -> None:
-        """Evaluate the weights of `step` once they are `committed`, unless an earlier evaluation still runs."""
+    def begin(self, tasks: TaskSet, step: int, serving: Callable[[int], Awaitable[None]]) -> None:
+        """Evaluate the weights of `step` once engines are `serving` them, unless an earlier evaluation still runs."""
         if self._running is None or self._running.done():
-            self._running = tasks.start(self._evaluate(step, committed))
+            self._running = tasks.start(self._evaluate(step, serving))
 
     async def finish(self) -> None:
         """Wait for the evaluation that runs; its episodes' deadlines end it."""
@@ -45,8 +45,8 @@ class Evaluator:
             self._running.cancel()
             self._running = None
 
-    async def _evaluate(self, step: int, committed: Callable[[], Awaitable[None]]) -> None:
-        await committed()  # the engines may still be reading this step's weights
+    async def _evaluate(self, step: int, serving: Callable[[int], Awaitable[None]]) -> None:
+        await serving(step)  # the engines may still be reading this step's weights
         groups = await evaluate(self._crew, some_prompts(self._crew.num_prompts, "test", self._num_prompts))
         metrics = {f"eval/{name}": value for name, value in summarise(groups).items()}
         self._journal.evaluated(step, metrics)

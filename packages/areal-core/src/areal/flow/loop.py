@@ -211,7 +211,7 @@ class Loop:
     async def _open(self) -> None:
         """Bring the trainer's weights to the engines, compare the two, and let the prompts go."""
         await self._stages.publishing.publish(self._tasks, self._step)
-        await self._stages.publishing.committed()
+        await self._stages.publishing.settled(self._tasks, self._step)
         if broken := await self._stages.comparing.measure(self._tasks, self._step):
             if self._step == 0:
                 raise ParityError(f"{broken}; to go on all the same, raise parity.max_mean and parity.max_kl")
@@ -232,7 +232,7 @@ class Loop:
             await self._train(groups, self._now() - waited_from)
 
     async def _close(self) -> None:
-        await self._stages.publishing.committed()
+        await self._stages.publishing.settled(self._tasks, self._step)
         await self._stages.evaluator.finish()
         await self._stages.saving.save(self._step)
 
@@ -337,7 +337,7 @@ class Loop:
         self._stages.journal.stepped(report)
         self._observer.step_finished(report)
         if settings.evaluate_every and self._step % settings.evaluate_every == 0:
-            self._stages.evaluator.begin(self._tasks, self._step, self._stages.publishing.committed)
+            self._stages.evaluator.begin(self._tasks, self._step, self._stages.publishing.serving)
         if settings.checkpoint_every and self._step % settings.checkpoint_every == 0:
             await self._stages.saving.begin(self._tasks, self._step)
 

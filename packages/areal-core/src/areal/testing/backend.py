@@ -20,7 +20,7 @@ import pytest
 
 from areal.algorithms.grpo import Grpo
 from areal.algorithms.sft import Sft
-from areal.contracts.backend import Backend
+from areal.contracts.backend import Backend, SendsInBackground
 from areal.contracts.transfer import checksum
 from areal.errors import ArealError, WorkerFailed
 from areal.testing.backend_fixtures import Published, batch_of, sample_rows, truth
@@ -67,6 +67,20 @@ class BackendConformance(BackendOffload, BackendRoles, BackendTraining):
         assert [spec.name for spec in second.layout.tensors] == list(second.receipt.checksums)
         assert {name: checksum(tensor) for name, tensor in second.tensors.items()} == second.receipt.checksums
         assert all(second.receipt.checksums[name] != first.receipt.checksums[name] for name in original)
+
+    def test_training_beside_a_send_does_not_change_what_is_sent(
+        self, start: Callable[..., Backend], publish: Callable[..., Published]
+    ) -> None:
+        backend = start(learning_rate=1e-3)
+        if not isinstance(backend, SendsInBackground):
+            pytest.skip("the backend sends in one go")
+        first = publish(backend)
+        beside = publish(backend, lambda: backend.train_step(batch_of(sample_rows()), Sft()))
+        assert beside.receipt.checksums == first.receipt.checksums
+        assert {name: checksum(tensor) for name, tensor in beside.tensors.items()} == first.receipt.checksums
+        assert all(
+            publish(backend).receipt.checksums[name] != number for name, number in first.receipt.checksums.items()
+        )
 
     def test_the_saved_folder_loads_with_transformers(
         self, start: Callable[..., Backend], publish: Callable[[Backend], Published], tmp_path: Path, model_path: str

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 import pytest
 
 from areal.contracts.accelerator import Accelerator
-from areal.contracts.backend import Backend
+from areal.contracts.backend import Backend, SendsInBackground
 from areal.contracts.component import Component
 from areal.contracts.messages import Batch, Row
 from areal.contracts.specs import BackendContext, ModelSpec, TrainingSpec
@@ -94,26 +94,34 @@ class BackendFixtures:
         return started
 
     @pytest.fixture
-    def publish(self, tmp_path: Path) -> Callable[[Backend], Published]:
-        """Return the function that sends a backend's weights through a folder and reads what arrived."""
+    def publish(self, tmp_path: Path) -> Callable[..., Published]:
+        """Return the function that sends a backend's weights through a folder and reads what arrived.
+
+        With `meanwhile` the send is begun before, and finished after that is called.
+        """
         options = FolderOptions(folder=str(tmp_path / "published"))
         versions = count(1)
 
-        def published(backend: Backend) -> Published:
+        def published(backend: Backend, meanwhile: Callable[[], object] | None = None) -> Published:
             layout, version = backend.layout(), next(versions)
             resharder = FolderResharder(options, "")
             # This resharder takes whole tensors only.
             plan = resharder.plan(replace(layout, pieces=()), [layout])
-            receipt = backend.send(
-                Transfer(
-                    phase="stage",
-                    version=version,
-                    resharder=FOLDER_RESHARDER,
-                    options=options,
-                    plan=plan,
-                    deadline_s=DEADLINE_S,
-                )
+            transfer = Transfer(
+                phase="stage",
+                version=version,
+                resharder=FOLDER_RESHARDER,
+                options=options,
+                plan=plan,
+                deadline_s=DEADLINE_S,
             )
+            if meanwhile is None:
+                receipt = backend.send(transfer)
+            else:
+                assert isinstance(backend, SendsInBackground)
+                backend.begin_send(transfer)
+                meanwhile()
+                receipt = backend.finish_send()
             return Published(layout, receipt, dict(resharder.receiver(plan, 0).receive(version, DEADLINE_S)))
 
         return published

@@ -82,6 +82,8 @@ class RankedBackends:
         kind: type[PlainRankedBackend] = RankedBackend
         if all(self.call("has", self._num_made, "offload")):
             kind = OffloadingRankedBackend
+        elif all(self.call("has", self._num_made, "begin_send")):
+            kind = SendingRankedBackend
         elif not all(self.call("has", self._num_made, "freeze_reference")):
             kind = PlainRankedBackend
         return kind(self, self._num_made)
@@ -142,7 +144,10 @@ class PlainRankedBackend:
 
     def send(self, transfer: Transfer) -> Receipt:
         """Send from all ranks; the receipt has all their checksums."""
-        receipts: list[Receipt] = self._ranks.call("do", self._number, "send", transfer)
+        return self._joined("send", transfer)
+
+    def _joined(self, method: str, *args: Any) -> Receipt:
+        receipts: list[Receipt] = self._ranks.call("do", self._number, method, *args)
         checksums = {name: number for receipt in receipts for name, number in receipt.checksums.items()}
         return replace(receipts[0], checksums=checksums, num_bytes=sum(receipt.num_bytes for receipt in receipts))
 
@@ -169,6 +174,16 @@ class RankedBackend(PlainRankedBackend):
 
     def reference_logprobs(self, batch: Batch) -> list[tuple[float, ...]]:
         return self._one("reference_logprobs", batch)
+
+
+class SendingRankedBackend(RankedBackend):
+    """That goes on while it sends. Invariant: as above."""
+
+    def begin_send(self, transfer: Transfer) -> None:
+        self._one("begin_send", transfer)
+
+    def finish_send(self) -> Receipt:
+        return self._joined("finish_send")
 
 
 class OffloadingRankedBackend(RankedBackend):

@@ -12,6 +12,7 @@ from areal.algorithms.update.module import random_state, set_random_state
 from areal.algorithms.update.packing import Packed, micro_batches, pack
 from areal.algorithms.update.regions import checkpoint_tensors
 from areal.algorithms.update.schedule import learning_rate as scheduled_rate
+from areal.algorithms.update.sending import BackgroundSender
 from areal.algorithms.update.statistics import combined
 from areal.algorithms.update.tokens import by_rows, check_vocabulary, computed_totals, token_batch
 from areal.builtins.moving import HOST, free_unused, move_module
@@ -22,7 +23,6 @@ from areal.builtins.torch_backend.options import TorchBackendOptions
 from areal.builtins.torch_backend.reference import FrozenReference
 from areal.contracts.algorithm import Loss
 from areal.contracts.messages import Batch
-from areal.contracts.sending import KeptSender
 from areal.contracts.specs import BackendContext
 from areal.contracts.transfer import Layout, Receipt, TensorSpec, Transfer, local_host
 from areal.errors import ConfigError, WorkerFailed
@@ -47,7 +47,7 @@ class TorchBackend:
         self._device = torch.device(context.accelerator.name)
         self._num_updates = 0
         self._is_away = False
-        self._sender = KeptSender()
+        self._sender = BackgroundSender()
         self._model: PackedModel | None = None
         self._reference: FrozenReference | None = None
         self._optimizer: Optimizer
@@ -93,7 +93,7 @@ class TorchBackend:
         check_vocabulary(batch, model.module.config.get_text_config().vocab_size, self._context.model.path)
         order: list[int] = []
         numbers: list[float] = []
-        for packed in self._micro_batches(batch):
+        for packed in _packs(batch, self._context.training.micro_batch_tokens, self._device):
             values, _ = model.token_numbers(packed, batch.temperature)
             order += packed.rows
             numbers += values.tolist()
@@ -105,7 +105,7 @@ class TorchBackend:
         rate = scheduled_rate(self._context.training, self._num_updates) if learning_rate is None else learning_rate
         totals = computed_totals(batch)
         shares: list[dict[str, Tensor]] = []
-        for packed in self._micro_batches(batch):
+        for packed in _packs(batch, self._context.training.micro_batch_tokens, self._device):
             numbers, entropy = model.token_numbers(packed, batch.temperature)
             value, named = loss.loss(numbers, token_batch(batch, packed, numbers.detach(), entropy, **totals))
             self._optimizer.backward(value)
@@ -129,18 +129,25 @@ class TorchBackend:
             dtype=dtype,
             tensors=tuple(
                 TensorSpec(name=name, shape=tuple(tensor.shape), dtype=dtype)
-                for name, tensor in _weights(self._there())
+                for name, tensor in _weights(self._started(may_be_away=True))
             ),
         )
 
     def send(self, transfer: Transfer) -> Receipt:
         """Send the weights; the plan's sender is kept for the next version. TransferFailed."""
-        model = self._started()
-        return self._sender.of(transfer).send(transfer.version, _weights(model), transfer.deadline_s)
+        return self._sender.send(transfer, _weights(self._started()))
+
+    def begin_send(self, transfer: Transfer) -> None:
+        """Take the weights as they are now; TransferFailed."""
+        self._sender.take(transfer, _weights(self._started()))
+
+    def finish_send(self) -> Receipt:
+        """Send what `begin_send` took; TransferFailed."""
+        return self._sender.deliver()
 
     def save(self, path: str) -> None:
         """Write ``path/model`` (HF, in ``model.dtype``) and ``path/trainer.pt`` (float32 weights and all the rest)."""
-        module = self._there().module
+        module = self._started(may_be_away=True).module
         folder = Path(path)
         folder.mkdir(parents=True, exist_ok=True)
         state.save_model(module, self._tokenizer, self._dtype, folder / state.MODEL_FOLDER)
@@ -177,6 +184,7 @@ class TorchBackend:
     def offload(self) -> None:
         """Move weights, moments and reference to the host's memory."""
         self._move(HOST)
+        self._sender.free()
         self._is_away = True
 
     def onload(self) -> None:
@@ -185,7 +193,7 @@ class TorchBackend:
         self._is_away = False
 
     def _move(self, device: torch.device | str) -> None:
-        move_module(self._there().module, device)
+        move_module(self._started(may_be_away=True).module, device)
         self._optimizer.move(device)
         if self._reference is not None:
             self._reference.move(device)
@@ -195,21 +203,18 @@ class TorchBackend:
         """Close the sender, if there is one."""
         self._sender.close()
 
-    def _there(self) -> PackedModel:
+    def _started(self, *, may_be_away: bool = False) -> PackedModel:
+        """Return the model, on its device unless it `may_be_away`."""
         if self._model is None:
             raise WorkerFailed("the backend was used before start; call start first")
+        if self._is_away and not may_be_away:
+            raise WorkerFailed("the backend was used while its memory is given away; call onload first")
         return self._model
 
-    def _started(self) -> PackedModel:
-        """Return the model on its device."""
-        if self._is_away:
-            raise WorkerFailed("the backend was used while its memory is given away; call onload first")
-        return self._there()
 
-    def _micro_batches(self, batch: Batch) -> Iterator[Packed]:
-        budget = self._context.training.micro_batch_tokens
-        for chosen in micro_batches(batch.rows, budget, whole_groups=batch.whole_groups):
-            yield pack(batch.rows, chosen, self._device)
+def _packs(batch: Batch, budget: int, device: torch.device) -> Iterator[Packed]:
+    for chosen in micro_batches(batch.rows, budget, whole_groups=batch.whole_groups):
+        yield pack(batch.rows, chosen, device)
 
 
 def _weights(model: PackedModel) -> Iterator[tuple[str, Tensor]]:

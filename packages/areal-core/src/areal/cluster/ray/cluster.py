@@ -27,7 +27,7 @@ from areal.cluster.ray.placement import Placement
 from areal.cluster.reasons import ENDED_BY_US, root_cause, said_by_ray, with_tail
 from areal.contracts.cluster import NEWCOMER_SILENCE_S, Room, WorkerDeath, WorkerSpec
 from areal.contracts.options import Options
-from areal.errors import WorkerFailed
+from areal.errors import WorkerDied, WorkerFailed
 
 BORN_DEADLINE_S = 60.0
 """Ray starts an interpreter, on a machine where many start at once."""
@@ -157,29 +157,29 @@ class RayCluster:
         return handle
 
     async def _born(self, spec: WorkerSpec, strategy: Any) -> tuple[RayHandle, Ending]:
-        """Start the process and make the component in it; WorkerFailed."""
+        """Start the process and make the component in it; WorkerFailed, or WorkerDied when another may do better."""
         actor = self._actor(spec, strategy)
-        process, ending = None, None
+        process, ending, is_dead = None, None, False
         try:
             async with asyncio.timeout(BORN_DEADLINE_S):
                 process = await self._while_node_lives(actor.born.remote())
             ending = Ending(process)
             async with asyncio.timeout(SPAWN_DEADLINE_S):
-                problem = await _built(actor, process)
+                problem, is_dead = await _built(actor, process)
         except TimeoutError:
             if process is None:
                 problem = f"Ray did not start a process for it within {BORN_DEADLINE_S:g} s"
             else:
                 problem = f"it was not ready within {SPAWN_DEADLINE_S:g} s, its log is {process.log_file}"
         except RayError as error:
-            problem = await self._cause(spec.name, error, process, ending)
+            problem, is_dead = await self._cause(spec.name, error, process, ending), True
         if not problem and process is not None and ending is not None:
             return RayHandle(spec.name, actor, process), ending
         if process is None:
             ray.kill(actor)
         else:
             await RayHandle(spec.name, actor, process).kill()
-        raise WorkerFailed(f"{spec.name} did not start: {problem}")
+        raise (WorkerDied if is_dead else WorkerFailed)(f"{spec.name} did not start: {problem}")
 
     async def _while_node_lives(self, asked: Any) -> Any:
         """Wait for an answer; WorkerFailed when the run's own node is gone, without which Ray waits for ever."""
@@ -295,15 +295,15 @@ def runtime_env(python: str) -> dict[str, str] | None:
     return {"py_executable": shlex.quote(python)} if python else None
 
 
-async def _built(actor: Any, process: Process) -> str:
-    """Make the component; return what went wrong, or an empty string. It may take long, but not stand still."""
+async def _built(actor: Any, process: Process) -> tuple[str, bool]:
+    """Make the component; return what went wrong, or an empty string, and whether it stands still."""
     building = asyncio.wrap_future(actor.build.remote().future())
     try:
         while not (await asyncio.wait([building], timeout=NEWCOMER_SILENCE_S / 8))[0]:
             beside = actor.ping.options(concurrency_group=BESIDE).remote()
             if not (await asyncio.wait([asyncio.wrap_future(beside.future())], timeout=NEWCOMER_SILENCE_S))[0]:
-                return f"it gave no sign of life for {NEWCOMER_SILENCE_S:g} s, its log is {process.log_file}"
-        return await building
+                return f"it gave no sign of life for {NEWCOMER_SILENCE_S:g} s, its log is {process.log_file}", True
+        return await building, False
     finally:
         building.cancel()
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from areal.contracts.algorithm import Algorithm, Needs, RefinesAdvantages, UsesCritic
-from areal.contracts.backend import Backend, Closes, Offloads, SavesInBackground
+from areal.contracts.backend import Backend, Closes, Offloads, SavesInBackground, SendsInBackground
 from areal.contracts.component import OFFLOAD, Component, import_object
 from areal.contracts.messages import Batch, Completion, Group, Row, Version
 from areal.contracts.resharder import Interrupts
@@ -79,6 +79,7 @@ class TrainerWorker:
         self._reference: Reference | None = None
         self._critic: Critic | None = None
         self._rendezvous: Rendezvous | None = None
+        self._sent: Receipt | None = None
 
     def prepare(self, function: str, *args: Any) -> Any:
         """Run the function that a dotted path names in this process, where heavy libraries are at home anyway.
@@ -124,7 +125,7 @@ class TrainerWorker:
     def parity(self, completions: Sequence[Completion]) -> dict[str, float]:
         """Compare the engines' logprobs of these completions with those of the current weights."""
         rows = [row_of(completion) for completion in completions if completion.token_ids]
-        return compared(rows, self._backend.logprobs(self._batch(rows, 0)))
+        return compared(rows, self._backend.logprobs(_batch(rows, 0, self._temperature)))
 
     def warm_up(self, demonstrations: Sequence[Demonstration], algorithm: Component, learning_rate: float) -> float:
         """Make one supervised update on (prompt ids, answer ids) pairs and return its loss."""
@@ -157,41 +158,32 @@ class TrainerWorker:
             self._reference.begin(version)
             read = [refines or not self._needs.advantage or has_advantage(row) for row in rows]
             wanted = [row for row, is_read in zip(rows, read, strict=True) if is_read]
-            found = iter(self._reference.logprobs(self._batch(wanted, version)))
+            found = iter(self._reference.logprobs(_batch(wanted, version, self._temperature)))
             rows = [
                 replace(row, reference_logprobs=next(found)) if is_read else row
                 for row, is_read in zip(rows, read, strict=True)
             ]
         if self._critic is not None:
-            values = self._critic.values(self._batch(rows, version))
+            values = self._critic.values(_batch(rows, version, self._temperature))
             rows = [replace(row, values=found) for row, found in zip(rows, values, strict=True)]
         return self._algorithm.refine(rows) if isinstance(self._algorithm, RefinesAdvantages) else rows
 
     def _update(self, rows: list[Row], request: TrainRequest) -> dict[str, float]:
         num_minibatches = self._context.training.minibatches
         if num_minibatches > 1 and self._needs.proximal:
-            proximal = self._backend.logprobs(self._batch(rows, request.version))
+            proximal = self._backend.logprobs(_batch(rows, request.version, self._temperature))
             rows = [row.with_proximal(logprobs) for row, logprobs in zip(rows, proximal, strict=True)]
         steps: list[Mapping[str, float]] = []
         num_skipped_rows = 0
         seed = f"{self._context.seed}/{request.step}"
         for number, part in enumerate(_minibatches(rows, num_minibatches, seed, self._needs.whole_groups)):
-            batch = replace(self._batch(part, request.version), first_update=number == 0)
+            batch = replace(_batch(part, request.version, self._temperature), first_update=number == 0)
             useful = replace(_useful(batch, self._needs), whole_groups=self._needs.whole_groups)
             num_skipped_rows += len(batch.rows) - len(useful.rows)
             statistics = self._backend.train_step(useful, self._algorithm)
             metrics = {_metric(name): value for name, value in statistics.items()}
             steps.append({**metrics, **(self._critic.train(batch) if self._critic is not None else {})})
         return _mean(steps) | {"rows/without_advantage": float(num_skipped_rows)}
-
-    def _batch(self, rows: Sequence[Row], version: Version) -> Batch:
-        return Batch(
-            rows=tuple(rows),
-            num_tokens=sum(row.num_loss_tokens for row in rows),
-            num_sequences=len(rows),
-            temperature=self._temperature,
-            version=version,
-        )
 
     def offload(self) -> None:
         """Give the device's memory of all models to the engines."""
@@ -203,11 +195,23 @@ class TrainerWorker:
         for backend in self._instances:
             _offloading(backend).onload()
 
-    def send(self, transfer: Transfer) -> Receipt:
-        return self._backend.send(transfer)
+    def begin_send(self, transfer: Transfer) -> None:
+        """Have the weights sent as they are now, or where the backend can so much of it that they may change again."""
+        self._sent = None
+        if transfer.overlaps and isinstance(self._backend, SendsInBackground):
+            self._backend.begin_send(transfer)
+        else:
+            self._sent = self._backend.send(transfer)
+
+    async def finish_send(self) -> Receipt:
+        """Wait until all is sent, beside whatever else this rank does."""
+        if self._sent is not None:
+            return self._sent
+        assert isinstance(self._backend, SendsInBackground)
+        return await asyncio.to_thread(self._backend.finish_send)
 
     async def interrupt(self) -> None:
-        """Make the `send` that runs wait no longer for receivers that are gone, where backend and resharder can."""
+        """Make what is being sent wait no longer for receivers that are gone, where backend and resharder can."""
         for backend in self._instances[:1]:
             if isinstance(backend, Interrupts):
                 backend.interrupt()
@@ -259,6 +263,16 @@ def _failing_as_one() -> Generator[None]:
         raise JournalError(
             f"the trainer could not write into the run's folder: {type(error).__name__}: {said}"
         ) from error
+
+
+def _batch(rows: Sequence[Row], version: Version, temperature: float) -> Batch:
+    return Batch(
+        rows=tuple(rows),
+        num_tokens=sum(row.num_loss_tokens for row in rows),
+        num_sequences=len(rows),
+        temperature=temperature,
+        version=version,
+    )
 
 
 def _minibatches(rows: Sequence[Row], num_minibatches: int, seed: str, whole_groups: bool) -> list[list[Row]]:

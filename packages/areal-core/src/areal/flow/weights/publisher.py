@@ -1,8 +1,8 @@
 """prepare -> transfer -> verify -> commit: how a version reaches the engines.
 
-sender      send(stage) ───────► free for the next training step
-engines     receive(stage) ────┐ beside it, generation goes on
-publisher                      └─► compare checksums
+sender      begin_send ─► free for the next training step      finish_send ─┐
+engines     receive(stage), beside their requests ─────────────────────────┤
+publisher                                                                  └─► compare checksums
 engines     pause ─ receive(commit) ─ resume        each on its own, resume whatever happened
 """
 
@@ -48,25 +48,34 @@ class Publisher:
     """Invariant: an engine commits a version only if its checksums equal the sender's, and is always resumed."""
 
     def __init__(
-        self, trainer: Calls, source: Layout, resharder: Component, options: Any, run_dir: str, deadline_s: float
+        self,
+        trainer: Calls,
+        source: Layout,
+        resharder: Component,
+        options: Any,
+        run_dir: str,
+        deadline_s: float,
+        *,
+        overlaps: bool = True,
     ) -> None:
+        """`overlaps`: whether the trainer goes on while it sends, where its backend can."""
         self._trainer = trainer
         # Who cannot take pieces gets every tensor whole from rank 0.
         self._source = source if SHARDS in resharder.capabilities else replace(source, pieces=())
         self._component = resharder
         self._options = options
         self._deadline_s = deadline_s
+        self._overlaps = overlaps
         self._resharder: Resharder = resharder.load()(options, run_dir)
         self._plan: Plan | None = None
         self._members: tuple[str, ...] = ()
         self._staged: Staged | None = None
 
     async def stage(self, version: Version, targets: Sequence[Target]) -> Staged:
-        """Send `version` beside the running weights. TransferFailed when that fails, TrainerLost with its sender.
+        """Begin to send `version` beside the running weights. TransferFailed when that fails, TrainerLost.
 
-        The trainer is free for its next step once this returns; the engines may still be reading.
+        The trainer is free for its next step once this returns; it may still be sending, and the engines reading.
         """
-        began = asyncio.get_running_loop().time()
         transfer = Transfer(
             phase="stage",
             version=version,
@@ -74,45 +83,11 @@ class Publisher:
             options=self._options,
             plan=self._plan_for(targets),
             deadline_s=self._deadline_s,
+            overlaps=self._overlaps,
         )
-        # Each side names its own trouble better than a call that ran out; so give it the time to.
-        patience_s = self._deadline_s + 5.0
-        receiving = [
-            asyncio.ensure_future(
-                target.handle.call("receive", replace(transfer, member=member), deadline_s=patience_s)
-            )
-            for member, target in enumerate(targets)
-        ]
-        sending = asyncio.ensure_future(self._trainer.call("send", transfer, deadline_s=patience_s))
-        self._staged = staged = Staged(transfer, targets, receiving)
-        try:
-            staged.sent = await self._sent(sending, receiving)
-        except (ArealError, asyncio.CancelledError) as error:
-            self.forget_plan()
-            await staged.roll_back()
-            if isinstance(error, asyncio.CancelledError | TrainerLost):
-                raise
-            raise TransferFailed(
-                f"version {version} was not published, the trainer could not send it: {_said(error)}"
-            ) from error
-        staged.send_s = asyncio.get_running_loop().time() - began
+        self._staged = staged = Staged(self._trainer, transfer, targets)
+        await staged.begin()
         return staged
-
-    async def _sent(self, sending: asyncio.Future[Receipt], receiving: Sequence[asyncio.Future[Receipt]]) -> Receipt:
-        """Wait until the trainer has sent; one that waits for a receiver that is gone is told so."""
-        try:
-            open_ones: set[asyncio.Future[Receipt]] = {sending, *receiving}
-            while not sending.done():
-                done, open_ones = await asyncio.wait(open_ones, return_when=asyncio.FIRST_COMPLETED)
-                if any(_is_gone(receipt) for receipt in done - {sending}):
-                    await asyncio.wait([sending], timeout=NOTICE_S)  # most roads notice it themselves
-                    if not sending.done():
-                        with suppress(WorkerFailed):  # whatever is wrong with it, the send says so as well
-                            await self._trainer.call("interrupt", deadline_s=NOTICE_S)
-            return await sending
-        except asyncio.CancelledError:
-            sending.cancel()
-            raise
 
     def forget_plan(self) -> None:
         """The road had a fault, or begins elsewhere now: the next publish builds a new one."""
@@ -120,7 +95,7 @@ class Publisher:
 
     def _plan_for(self, targets: Sequence[Target]) -> Plan:
         members = tuple(target.name for target in targets)
-        last_failed = self._staged is not None and self._staged.failed
+        last_failed = self._staged is not None and (self._staged.failed or self._staged.is_broken)
         if self._plan is None or last_failed or members != self._members:
             self._plan = self._resharder.plan(self._source, [target.layout for target in targets])
             self._members = members
@@ -130,26 +105,51 @@ class Publisher:
 class Staged:
     """A version on its way beside the running weights. Invariant: ends in `commit` or `roll_back`, once."""
 
-    def __init__(
-        self, transfer: Transfer, targets: Sequence[Target], receiving: Sequence[asyncio.Future[Receipt]]
-    ) -> None:
+    def __init__(self, trainer: Calls, transfer: Transfer, targets: Sequence[Target]) -> None:
+        """Have the engines receive."""
         self.transfer = transfer
-        """What the trainer sent; the other phases repeat it for each member."""
-        self.sent = Receipt(version=transfer.version, checksums={})
-        self.send_s = 0.0
+        """What the trainer sends; the other phases repeat it for each member."""
+        self.is_broken = False
+        """Whether the trainer could not send it: no engine keeps anything of it, and its plan is of no more use."""
         self.failed: Mapping[str, str] = {}
         """Engines that did not verify or commit it, with the reason; known once `commit` returns."""
+        self._trainer = trainer
         self._targets = tuple(targets)
-        self._receiving = receiving
+        # Each side names its own trouble better than a call that ran out; so give it the time to.
+        self._patience_s = transfer.deadline_s + 5.0
+        self._receiving = [
+            asyncio.ensure_future(
+                target.handle.call("receive", replace(transfer, member=member), deadline_s=self._patience_s)
+            )
+            for member, target in enumerate(targets)
+        ]
+        self._sent: Receipt | None = None
+        self._began = asyncio.get_running_loop().time()
+        self._begin_s = self._send_s = 0.0
+
+    async def begin(self) -> None:
+        """Return when the trainer's weights may change; TransferFailed, TrainerLost, and then it is rolled back."""
+        await self._ask_sender("begin_send", self.transfer)
+        self._begin_s = asyncio.get_running_loop().time() - self._began
+
+    async def arrived(self) -> Receipt:
+        """Wait until the trainer has sent all of it; raises as `begin`."""
+        if self._sent is not None:
+            return self._sent
+        sent: Receipt = await self._ask_sender("finish_send")
+        self._sent = sent
+        self._send_s = asyncio.get_running_loop().time() - self._began
+        return sent
 
     async def commit(self) -> Published:
-        """Wait for the engines' receipts and make the version the running one wherever it arrived whole."""
+        """Wait for all receipts and make the version the running one wherever it arrived whole; raises as `begin`."""
+        sent = await self.arrived()
         began = asyncio.get_running_loop().time()
         receipts = await asyncio.gather(*self._receiving, return_exceptions=True)
         received_s = asyncio.get_running_loop().time() - began
         results = await asyncio.gather(
             *(
-                self._commit_one(member, target, receipt)
+                self._commit_one(member, target, _verify(sent, receipt))
                 for member, (target, receipt) in enumerate(zip(self._targets, receipts, strict=True))
             )
         )
@@ -158,10 +158,11 @@ class Staged:
             committed=tuple(target.name for target in self._targets if target.name not in self.failed),
             failed=self.failed,
             metrics={
-                "weights/send_s": self.send_s,
+                "weights/begin_s": self._begin_s,
+                "weights/send_s": self._send_s,
                 "weights/receive_s": received_s,
                 "weights/commit_s": asyncio.get_running_loop().time() - began - received_s,
-                "weights/bytes": float(self.sent.num_bytes),
+                "weights/bytes": float(sent.num_bytes),
             },
         )
 
@@ -176,9 +177,39 @@ class Staged:
         ]
         await asyncio.gather(*phases, return_exceptions=True)
 
-    async def _commit_one(self, member: int, target: Target, receipt: Receipt | BaseException) -> str:
-        """Return why the engine does not run the version now, or an empty string."""
-        if wrong := _verify(self.sent, receipt):
+    async def _ask_sender(self, method: str, *args: Any) -> Any:
+        """Have the trainer do its part; when it cannot, no engine keeps anything of the version."""
+        asking = asyncio.ensure_future(self._trainer.call(method, *args, deadline_s=self._patience_s))
+        try:
+            return await self._heard(asking)
+        except (ArealError, asyncio.CancelledError) as error:
+            self.is_broken = True
+            await self.roll_back()
+            if isinstance(error, asyncio.CancelledError | TrainerLost):
+                raise
+            raise TransferFailed(
+                f"version {self.transfer.version} was not published, the trainer could not send it: {_said(error)}"
+            ) from error
+
+    async def _heard(self, asking: asyncio.Future[Any]) -> Any:
+        """Wait for the trainer's answer; when it waits for a receiver that is gone it is told so."""
+        try:
+            open_ones: set[asyncio.Future[Any]] = {asking, *self._receiving}
+            while not asking.done():
+                done, open_ones = await asyncio.wait(open_ones, return_when=asyncio.FIRST_COMPLETED)
+                if any(_is_gone(receipt) for receipt in done - {asking}):
+                    await asyncio.wait([asking], timeout=NOTICE_S)  # most roads notice it themselves
+                    if not asking.done():
+                        with suppress(WorkerFailed):  # whatever is wrong with it, the send says so as well
+                            await self._trainer.call("interrupt", deadline_s=NOTICE_S)
+            return await asking
+        except asyncio.CancelledError:
+            asking.cancel()
+            raise
+
+    async def _commit_one(self, member: int, target: Target, wrong: str) -> str:
+        """Return why the engine does not run the version now, or an empty string; `wrong`: with what it received."""
+        if wrong:
             return wrong
         deadline_s = self.transfer.deadline_s
         try:
