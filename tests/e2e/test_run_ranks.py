@@ -65,3 +65,13 @@ def test_a_trainer_of_two_ranks_is_lost_and_replaced_as_one(tmp_path: Path, proc
     assert max(steps_of(run)) == done + 2 and not list((run / "checkpoints").glob("*.tmp"))
     trained, _ = consumption(run)
     assert len(trained) == len({group for group, _ in trained}) == 4 * (done + 2)
+
+
+def test_an_adapter_that_no_engine_serves_is_refused_at_the_start(tmp_path: Path, processes: Processes) -> None:
+    lora = ("backend.name=fsdp2", "backend.lora.rank=4", "backend.lora.publish=adapter")
+    process = start(tmp_path, "run", *SMALL, *lora)
+    processes.append(process)
+    output = finish(process)
+    said = "error: the trainer publishes a LoRA adapter of rank 4 and engine 'transformers' as it is set serves no LoRA"
+    assert process.returncode == 2 and said in output, output
+    assert not list(run_folder(tmp_path).glob("checkpoints/*"))

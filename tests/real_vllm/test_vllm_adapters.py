@@ -109,6 +109,7 @@ def test_an_adapter_is_loaded_replaced_and_unloaded(stand: VllmStand) -> None:
 
 
 def test_an_adapter_that_vllm_refuses_leaves_the_old_weights(stand: VllmStand) -> None:
+    assert stand.layout.max_adapter_rank == 8
     before, version = stand.version, next(stand._versions)
     with pytest.raises(TransferFailed, match="rank"):
         stand.run(publish(stand, version, adapter_tensors(stand, version, rank=16), rank=16))
@@ -119,6 +120,7 @@ def test_an_adapter_that_vllm_refuses_leaves_the_old_weights(stand: VllmStand) -
 
 def test_an_engine_without_lora_says_what_to_set(tmp_path_factory: pytest.TempPathFactory) -> None:
     with vllm_stand(tmp_path_factory.mktemp("bare")) as bare:
+        assert bare.layout.max_adapter_rank == 0
         with pytest.raises(TransferFailed, match=r"engine\.enable_lora"):
             bare.run(publish(bare, 1, adapter_tensors(bare, 1)))
         bare.check(bare.generate(long_requests(bare, 2, max_new_tokens=5)))

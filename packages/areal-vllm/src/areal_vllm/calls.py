@@ -132,6 +132,12 @@ def num_positions(engine: Any) -> int:
     return engine.vllm_config.model_config.max_model_len
 
 
+def max_adapter_rank(engine: Any) -> int:
+    """Return the largest rank of a LoRA adapter that the engine can load; 0: it was started without LoRA."""
+    config = engine.vllm_config.lora_config
+    return 0 if config is None else int(config.max_lora_rank)
+
+
 def vocab_size(engine: Any) -> int:
     return engine.vllm_config.model_config.get_vocab_size()
 

@@ -75,6 +75,7 @@ class VllmEngine:
             dtype=spec.dtype,
             num_ranks=self._num_ranks,
             tensor_parallel=self._num_ranks,
+            max_adapter_rank=calls.max_adapter_rank(stepper.engine),
         )
 
     async def generate(self, request: GenerateRequest) -> Completion:

@@ -24,7 +24,7 @@ from areal.contracts.run import RunInfo
 from areal.contracts.specs import TrackerContext
 from areal.contracts.tracker import Tracker
 from areal.contracts.transfer import Layout
-from areal.errors import JournalError, TrainerLost, WorkerDied, WorkerFailed
+from areal.errors import ConfigError, JournalError, TrainerLost, WorkerDied, WorkerFailed
 from areal.flow.buffer.journal import Journal, Recovery
 from areal.flow.engine.fleet import START_DEADLINE_S, Fleet
 from areal.flow.loop import Loop
@@ -128,6 +128,7 @@ class Controller:
             stack.callback(journal.close)
             recovery = journal.recover() if self._resuming else None
             await self.cluster.start()
+            self._on_signals()  # again: Ray has handlers of its own that print stacks
             stack.push_async_callback(self.cluster.close)
             checkpoint = await self._circle(stack, self.cluster, journal, recovery)
             steps, evaluations = journal.metrics(), journal.metrics("evaluations")
@@ -156,6 +157,7 @@ class Controller:
         fleet = Fleet(workers.engine, crew.use_engines)
         sharing = DeviceSharing(fleet, seat) if self._config.resources.shared else OwnDevices()
         source = await self._start_workers(workers, seat, fleet, crew)
+        _check_adapter(source, fleet, self._resolved.engine.component.name)
         deadline_s = self._config.training.step_timeout_s
         keep, journal_bytes = self._config.checkpoint.keep, self._config.journal.max_mb * 2**20
         checkpoints = Checkpoints(seat, journal, self._folder.checkpoints, keep, deadline_s, journal_bytes)
@@ -317,6 +319,17 @@ class Controller:
 
         for number in (signal.SIGINT, signal.SIGTERM):
             loop.add_signal_handler(number, interrupt)
+
+
+def _check_adapter(source: Layout, fleet: Fleet, engine: str) -> None:
+    """Raise ConfigError when the trainer publishes a LoRA adapter that the engines cannot serve."""
+    for member in fleet.members.values():
+        if source.adapter is not None and source.adapter.rank > (most := member.layout.max_adapter_rank):
+            can = f"serves LoRA adapters of rank {most} at most" if most else "as it is set serves no LoRA adapters"
+            raise ConfigError(
+                f"the trainer publishes a LoRA adapter of rank {source.adapter.rank} and engine {engine!r} {can}; let "
+                "the backend publish merged weights, or set the engine (vllm: enable_lora, max_lora_rank) for it"
+            )
 
 
 async def _refill(seat: TrainerSeat, sharing: OwnDevices) -> None:

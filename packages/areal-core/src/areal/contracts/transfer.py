@@ -77,6 +77,8 @@ class Layout:
     each tensor exactly once. Empty: rank 0 sends every tensor whole."""
     adapter: Adapter | None = None
     """What a sender that trains LoRA publishes: `tensors` are the adapter's, under PEFT's names, and no others."""
+    max_adapter_rank: int = 0
+    """A receiver's: largest `Adapter.rank` that it can serve; 0: it takes whole weights only."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
