@@ -195,6 +195,12 @@ def test_a_sender_out_of_time_says_so(sender: ShmSender) -> None:
         sender.send(1, weights(1), 0)
 
 
+def test_the_trainer_keeps_its_priority(sender: ShmSender) -> None:
+    before = os.getpriority(os.PRIO_PROCESS, 0)
+    sender.send(1, weights(1), 5)
+    assert os.getpriority(os.PRIO_PROCESS, 0) == before
+
+
 def test_two_senders_of_one_plan_are_one_too_many(plan: Plan, sender: ShmSender) -> None:
     sender.send(1, weights(1), 5)
     with pytest.raises(TransferFailed, match="another sender of this plan is alive"):
