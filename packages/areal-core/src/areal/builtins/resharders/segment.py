@@ -37,6 +37,10 @@ class Form:
         self.plan = plan
         self.specs = wire_specs(plan)
         self.ranks = sending_ranks(plan.source)
+        self.next_tensors = [
+            [*(piece.tensor for piece in pieces_of(plan.source, rank)), len(self.specs)] for rank in self.ranks
+        ]
+        """For each of `ranks` and n: the tensor of its next piece when n are written; it is done with those before."""
         self.places: list[int] = []
         end = 0
         for spec in self.specs:
@@ -106,10 +110,7 @@ class Progress:
     def __init__(self, form: Form, counts: np.ndarray[tuple[int], np.dtype[np.uint64]]) -> None:
         self._ranks = form.ranks
         self._counts = counts
-        # A rank that has written n pieces has nothing to do any more with tensors before that of its next piece.
-        self._next = [
-            [*(piece.tensor for piece in pieces_of(form.plan.source, rank)), len(form.specs)] for rank in form.ranks
-        ]
+        self._next = form.next_tensors
 
     def num_whole(self) -> int:
         """Return how many of the plan's first tensors are whole."""
