@@ -11,11 +11,13 @@ from typing import Any
 import pytest
 import torch
 
+from areal.algorithms.update.sending import BackgroundSender
 from areal.builtins.resharders.shm import plan_folder, shm_sender
 from areal.builtins.resharders.shm_receiver import ShmReceiver
 from areal.builtins.resharders.xccl import XcclResharder
+from areal.contracts.component import Component
 from areal.contracts.resharder import Takes
-from areal.contracts.transfer import Layout, Piece, Plan, TensorSpec, checksum
+from areal.contracts.transfer import Layout, Piece, Plan, TensorSpec, Transfer, checksum
 from areal.errors import TransferFailed
 
 NAMES = ("a", "b")
@@ -86,6 +88,25 @@ def test_what_was_taken_may_change(plan: Plan, senders: list[Any], pool: ThreadP
         for receipt in receipts:
             assert receipt.version == version and receipt.num_bytes == 2 * 100 * 7 * len(NAMES)
             assert set(receipt.checksums.values()) == {wanted} and len(receipt.checksums) == len(NAMES)
+
+
+def test_a_trainer_that_goes_on_keeps_no_copy_of_its_own(plan: Plan, pool: ThreadPoolExecutor) -> None:
+    resharder = Component(name="xccl", factory="areal.builtins.resharders.xccl:XcclResharder")
+    transfer = Transfer(phase="stage", version=1, resharder=resharder, options=None, plan=plan, deadline_s=30)
+    ranks = [BackgroundSender(rank) for rank in range(plan.source.num_ranks)]
+    sent = [weights(1) for _ in ranks]
+    for future in [pool.submit(rank.take, transfer, own) for rank, own in zip(ranks, sent, strict=True)]:
+        future.result()
+    for own, rank in zip(sent, ranks, strict=True):
+        assert not rank._copies
+        for _, tensor in own:
+            tensor.fill_(-1)
+    arriving = receive(pool, plan, 1)
+    for future in [pool.submit(rank.deliver) for rank in ranks]:
+        assert future.result().version == 1
+    assert holds(arriving.result(), 1)
+    for rank in reversed(ranks):
+        rank.close()
 
 
 def test_a_second_take_gives_the_first_up(plan: Plan, senders: list[Any], pool: ThreadPoolExecutor) -> None:
