@@ -14,8 +14,9 @@ from typing import Any
 import pytest
 import torch
 
-from areal.builtins.resharders import shm
-from areal.builtins.resharders.shm import ShmReceiver, ShmSender, plan_folder
+from areal.builtins.resharders import segment, shm, shm_receiver
+from areal.builtins.resharders.shm import ShmSender, plan_folder
+from areal.builtins.resharders.shm_receiver import ShmReceiver
 from areal.builtins.resharders.xccl import XcclOptions, XcclResharder
 from areal.contracts.transfer import Layout, Plan, TensorSpec
 from areal.errors import TransferFailed
@@ -121,7 +122,7 @@ def test_segments_that_were_given_back_do_not_stay_mapped(plan: Plan, sender: Sh
 def test_where_room_is_short_nothing_stays_mapped(
     plan: Plan, sender: ShmSender, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(shm, "room_for", lambda size: False)
+    monkeypatch.setattr(shm_receiver, "room_for", lambda size: False)
     receiver = ShmReceiver(plan, 0)
     for version in (1, 2, 3):
         sender.send(version, weights(version), 5)
@@ -194,6 +195,12 @@ def test_a_sender_out_of_time_says_so(sender: ShmSender) -> None:
         sender.send(1, weights(1), 0)
 
 
+def test_the_trainer_keeps_its_priority(sender: ShmSender) -> None:
+    before = os.getpriority(os.PRIO_PROCESS, 0)
+    sender.send(1, weights(1), 5)
+    assert os.getpriority(os.PRIO_PROCESS, 0) == before
+
+
 def test_two_senders_of_one_plan_are_one_too_many(plan: Plan, sender: ShmSender) -> None:
     sender.send(1, weights(1), 5)
     with pytest.raises(TransferFailed, match="another sender of this plan is alive"):
@@ -205,8 +212,8 @@ def test_full_shared_memory_is_an_error_and_not_a_signal(sender: ShmSender, monk
     def full(handle: int, offset: int, size: int) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    monkeypatch.setattr(shm.os, "posix_fallocate", full)
-    with pytest.raises(TransferFailed, match=r"need 168064 bytes of shared memory.* shared_memory to never"):
+    monkeypatch.setattr(segment.os, "posix_fallocate", full)
+    with pytest.raises(TransferFailed, match=r"need 176128 bytes of shared memory.* shared_memory to never"):
         sender.send(1, weights(1), 5)
 
 

@@ -12,7 +12,8 @@ from typing import Any
 import pytest
 import torch
 
-from areal.builtins.resharders.shm import ShmReceiver, plan_folder, shm_sender
+from areal.builtins.resharders.shm import plan_folder, shm_sender
+from areal.builtins.resharders.shm_receiver import ShmReceiver
 from areal.builtins.resharders.xccl import XcclResharder
 from areal.contracts.resharder import Interrupts
 from areal.contracts.transfer import Layout, Piece, Plan, TensorSpec

@@ -21,9 +21,9 @@ def try_lock(handle: int, mode: int) -> bool:
     return True
 
 
-def try_own(handle: int) -> bool:
+def try_own(handle: int, wait_s: float = LOCK_WAIT_S) -> bool:
     """Lock an open file for this process alone."""
-    return Deadline(LOCK_WAIT_S).poll(lambda: try_lock(handle, fcntl.LOCK_EX) or None) or False
+    return Deadline(wait_s).poll(lambda: try_lock(handle, fcntl.LOCK_EX) or None) or False
 
 
 def holder_died(path: Path) -> bool:

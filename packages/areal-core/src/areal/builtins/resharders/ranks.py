@@ -25,6 +25,9 @@ from areal.builtins.resharders.wire import Deadline
 from areal.contracts.messages import Version
 from areal.errors import TransferFailed
 
+# The ranks of one trainer come at nearly the same time, and on shared memory one update is some 50 ms.
+MEET_POLL_S = 0.0002
+
 
 def write_json(path: Path, told: Mapping[str, Any]) -> None:
     """Make a small file appear whole, in place of the one before. Raises OSError."""
@@ -78,7 +81,7 @@ class Lead:
             left.difference_update([rank for rank in left if self._has_written(rank)])
             return True if not left else None
 
-        if not deadline.poll(look):
+        if not deadline.poll(look, MEET_POLL_S):
             raise TransferFailed(
                 f"trainer rank {', '.join(map(str, sorted(left)))} did not write version {self._version}"
                 f" within {deadline.seconds:g} s"
@@ -115,7 +118,7 @@ class Seat:
 
     def join(self, version: Version, deadline: Deadline) -> dict[str, Any]:
         """Wait for the lead's invitation and return its details; TransferFailed when there will be none."""
-        found = deadline.poll(lambda: self._invitation(version))
+        found = deadline.poll(lambda: self._invitation(version), MEET_POLL_S)
         if found is None:
             raise TransferFailed(
                 f"trainer rank {self._lead} did not begin version {version} within {deadline.seconds:g} s,"

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from areal.builtins.resharders.ranks import read_json, write_json
-from areal.builtins.resharders.wire import Deadline
+from areal.builtins.resharders.wire import FIRST_POLL_S, Deadline
 from areal.contracts.messages import Version
 from areal.errors import TransferFailed
 
@@ -52,23 +52,35 @@ class Waiter:
         self.uid = uid
         self._seen: set[str] = set()
 
-    def wait(self, version: Version, deadline: Deadline, look: Callable[[], T | None]) -> T:
-        """Return what `look` finds; TransferFailed when the sender gives the version up or the time is over."""
+    def wait(
+        self,
+        version: Version,
+        deadline: Deadline,
+        look: Callable[[], T | None],
+        *,
+        first_poll_s: float = FIRST_POLL_S,
+        missing: Callable[[], str] = str,
+    ) -> T:
+        """Return what `look` finds; TransferFailed when the sender gives the version up or the time is over.
+
+        `missing`: says for the error what was waited for.
+        """
 
         def look_or_fail() -> T | None:
             if (found := look()) is None:
-                self._raise_failure(version)
+                self.raise_failure(version)
             return found
 
-        if (found := deadline.poll(look_or_fail)) is not None:
+        if (found := deadline.poll(look_or_fail, first_poll_s)) is not None:
             return found
         there = sorted(path.name for path in self.folder.glob("v????????")) if self.folder.is_dir() else []
         raise TransferFailed(
             f"the trainer's sender did not finish writing version {version} in {self.folder}"
-            f" within {deadline.seconds:g} s (there: {', '.join(there) or 'nothing'})"
+            f" within {deadline.seconds:g} s (there: {', '.join(there) or 'nothing'}{missing()})"
         )
 
-    def _raise_failure(self, version: Version) -> None:
+    def raise_failure(self, version: Version) -> None:
+        """Raise TransferFailed when the sender has given the version up, once for each time it did."""
         told = read_json(failure_path(self.folder, version))
         if told.get("uid") == self.uid and told["token"] not in self._seen:
             self._seen.add(told["token"])

@@ -38,11 +38,11 @@ class Deadline:
         """Let it pass now."""
         self.seconds = 0.0
 
-    def poll(self, look: Callable[[], T | None]) -> T | None:
-        """Call `look` until it returns something; None when the time is over."""
+    def poll(self, look: Callable[[], T | None], first_s: float = FIRST_POLL_S) -> T | None:
+        """Call `look` until it returns something; None when the time is over. `first_s`: the first pauses."""
         began = time.monotonic()
         while (found := look()) is None and self.left_s > 0:
-            pause_s = min(max(POLL_SHARE * (time.monotonic() - began), FIRST_POLL_S), LAST_POLL_S)
+            pause_s = min(max(POLL_SHARE * (time.monotonic() - began), first_s), LAST_POLL_S)
             time.sleep(min(pause_s, self.left_s))
         return found
 

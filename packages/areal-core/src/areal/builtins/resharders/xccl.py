@@ -13,8 +13,10 @@ from areal.builtins.resharders.collective_receiver import CollectiveReceiver
 from areal.builtins.resharders.control import free_port
 from areal.builtins.resharders.delta import Mode
 from areal.builtins.resharders.pieces import check_pieces
-from areal.builtins.resharders.shm import NUM_SEGMENTS, ShmHelper, ShmReceiver, ShmSender, room_for, shm_sender
-from areal.builtins.resharders.wire import check_members, num_bytes, wire_specs
+from areal.builtins.resharders.segment import Form
+from areal.builtins.resharders.shm import NUM_SEGMENTS, ShmHelper, ShmSender, room_for, shm_sender
+from areal.builtins.resharders.shm_receiver import ShmReceiver
+from areal.builtins.resharders.wire import check_members
 from areal.contracts.options import Options
 from areal.contracts.transfer import Layout, Plan
 from areal.errors import TransferFailed
@@ -74,7 +76,7 @@ class XcclResharder:
         on_one_host = all(target.host == plan.source.host for target in plan.targets)
         if self._options.shared_memory == "never" or not on_one_host:
             return False
-        return room_for(NUM_SEGMENTS * sum(map(num_bytes, wire_specs(plan))))
+        return room_for(NUM_SEGMENTS * Form(plan).size)
 
     def _collective_details(self, plan: Plan, collective: str) -> dict[str, object]:
         address = plan.source.address
