@@ -6,29 +6,13 @@ from pathlib import Path
 
 import torch
 from safetensors.torch import load_file
-from transformers import AutoConfig, AutoModelForCausalLM
 
 from areal.algorithms.update.regions import checkpoint_tensors, regions
-from areal.testing.models import tiny_module
-
-
-def mixture() -> AutoModelForCausalLM:
-    sizes = {
-        "vocab_size": 64,
-        "hidden_size": 64,
-        "intermediate_size": 96,
-        "moe_intermediate_size": 32,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "num_experts": 4,
-        "num_experts_per_tok": 2,
-    }
-    return AutoModelForCausalLM.from_config(AutoConfig.for_model("qwen3_moe", **sizes))
+from areal.testing.models import family_module, tiny_module
 
 
 def test_stacked_experts_are_those_of_the_files(tmp_path: Path) -> None:
-    module = mixture()
+    module = family_module("qwen3_moe")
     module.save_pretrained(tmp_path)
     saved = load_file(tmp_path / "model.safetensors")
     found = dict(checkpoint_tensors(module.named_parameters()))
@@ -38,7 +22,7 @@ def test_stacked_experts_are_those_of_the_files(tmp_path: Path) -> None:
 
 
 def test_what_is_written_to_a_view_is_in_the_parameter() -> None:
-    module = mixture()
+    module = family_module("qwen3_moe")
     stacked = module.get_parameter("model.layers.0.mlp.experts.gate_up_proj")
     before = stacked.detach().clone()
     dict(checkpoint_tensors(module.named_parameters()))["model.layers.0.mlp.experts.2.up_proj.weight"].fill_(7.0)

@@ -20,49 +20,15 @@ from areal.contracts.messages import Row
 from areal.contracts.specs import AmpSpec, BackendContext, ModelSpec, TrainingSpec
 from areal.errors import WorkerFailed
 from areal.testing.engine_fixtures import HostCpu
-from areal.testing.models import tiny_model
+from areal.testing.models import FAMILIES, family_model, tiny_model
 
 CPU = torch.device("cpu")
 MANY = 1 << 24
 TEMPERATURE = 0.8
-SIZES = {
-    "vocab_size": 64,
-    "hidden_size": 64,
-    "intermediate_size": 96,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 16,
-    "max_position_embeddings": 128,
-    "initializer_range": 0.15,
-    "pad_token_id": 0,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-}
-OTHERS: dict[str, dict[str, Any]] = {
-    "mistral": {"sliding_window": 5},
-    "gemma3_text": {
-        "sliding_window": 5,
-        "query_pre_attn_scalar": 16,
-        "layer_types": ["sliding_attention", "full_attention"],
-        "final_logit_softcapping": 3.0,
-    },
-    "cohere": {"logit_scale": 0.3},
-    "granite": {"logits_scaling": 3.0, "attention_multiplier": 0.1},
-    "qwen3_moe": {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32},
-}
 
 
 def context(path: str, **training: Any) -> BackendContext:
     return BackendContext(model=ModelSpec(path=path), training=TrainingSpec(**training), accelerator=HostCpu(), seed=0)
-
-
-def other_model(folder: Path, arch: str, **sizes: Any) -> str:
-    config = AutoConfig.for_model(arch, **{**SIZES, **OTHERS.get(arch, {}), **sizes})
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
-        AutoModelForCausalLM.from_config(config).save_pretrained(folder)
-    return str(folder)
 
 
 def some_rows(seed: int = 0) -> list[Row]:
@@ -165,9 +131,9 @@ def test_learnt_positions_restart_in_every_row(tmp_path: Path) -> None:
     check(tiny_model(tmp_path, arch="gpt2"))
 
 
-@pytest.mark.parametrize("arch", list(OTHERS))
+@pytest.mark.parametrize("arch", list(FAMILIES))
 def test_windows_scales_caps_and_experts(arch: str, tmp_path: Path) -> None:
-    check(other_model(tmp_path, arch))
+    check(family_model(tmp_path, arch))
 
 
 def test_activation_checkpointing_changes_nothing(tmp_path: Path) -> None:
@@ -195,7 +161,7 @@ def test_activation_checkpointing_keeps_less(tmp_path: Path) -> None:
 
 
 def test_dropout_is_off_in_training_mode(tmp_path: Path) -> None:
-    path = other_model(tmp_path, "llama", attention_dropout=0.5)
+    path = family_model(tmp_path, "llama", attention_dropout=0.5)
     check(path, activation_checkpointing=True)
     folder = tmp_path / "gpt2"
     config = AutoConfig.for_model(
@@ -241,15 +207,15 @@ def cut_weights(tmp_path: Path) -> str:
 
 
 def recurrent(tmp_path: Path) -> str:
-    return other_model(tmp_path, "mamba", state_size=8)
+    return family_model(tmp_path, "mamba", state_size=8)
 
 
 def capped_scores(tmp_path: Path) -> str:
-    return other_model(tmp_path, "gemma2", query_pre_attn_scalar=16)
+    return family_model(tmp_path, "gemma2", query_pre_attn_scalar=16)
 
 
 def encoder(tmp_path: Path) -> str:
-    return other_model(tmp_path, "bert", is_decoder=False)
+    return family_model(tmp_path, "bert", is_decoder=False)
 
 
 @pytest.mark.parametrize(

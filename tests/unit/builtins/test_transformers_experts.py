@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM
 
 from areal.algorithms.sft import Sft
 from areal.builtins.torch_backend.backend import TorchBackend
@@ -17,26 +16,13 @@ from areal.contracts.specs import BackendContext, EngineContext, ModelSpec, Trai
 from areal.contracts.transfer import Transfer
 from areal.testing.backend_fixtures import batch_of, sample_rows
 from areal.testing.engine_fixtures import HostCpu
+from areal.testing.models import family_model
 from areal.testing.transfer import FOLDER_RESHARDER, FolderOptions, FolderResharder
-
-SIZES = {
-    "vocab_size": 64,
-    "hidden_size": 64,
-    "intermediate_size": 96,
-    "moe_intermediate_size": 32,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "num_experts": 4,
-    "num_experts_per_tok": 2,
-}
 
 
 @pytest.mark.parametrize("tied", [True, False])
 async def test_the_engine_runs_with_the_trained_experts(tmp_path: Path, tied: bool) -> None:
-    config = AutoConfig.for_model("qwen3_moe", tie_word_embeddings=tied, **SIZES)
-    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "model")
-    spec = ModelSpec(path=str(tmp_path / "model"))
+    spec = ModelSpec(path=family_model(tmp_path / "model", "qwen3_moe", tie_word_embeddings=tied))
     training = TrainingSpec(learning_rate=1e-2)
     backend = TorchBackend(None, BackendContext(model=spec, training=training, accelerator=HostCpu(), seed=0))
     backend.start()

@@ -12,8 +12,9 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor, Shard
 from torch.nn.functional import cross_entropy
-from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+from transformers import Qwen3MoeForCausalLM
 
+from areal.testing.models import family_module
 from areal_fsdp2.experts import expert_layers, spread_experts
 
 VOCAB = 64
@@ -22,25 +23,8 @@ NUM_EXPERTS = 8
 
 def moe_model(**changes: Any) -> Qwen3MoeForCausalLM:
     """Return a tiny random mixture of experts, the same in every process."""
-    sizes: dict[str, Any] = {"num_experts": NUM_EXPERTS, **changes}
-    config = Qwen3MoeConfig(
-        vocab_size=VOCAB,
-        hidden_size=32,
-        intermediate_size=48,
-        moe_intermediate_size=24,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=8,
-        num_experts_per_tok=2,
-        norm_topk_prob=True,
-        initializer_range=0.15,
-        max_position_embeddings=128,
-        **sizes,
-    )
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
-        return Qwen3MoeForCausalLM(config).float()
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "moe_intermediate_size": 24, "head_dim": 8}
+    return family_module("qwen3_moe", **{**sizes, "num_experts": NUM_EXPERTS, "norm_topk_prob": True, **changes})
 
 
 def rows_of(rank: int) -> Tensor:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import signal
+import time
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -15,10 +18,11 @@ from areal.algorithms.grpo import Grpo
 from areal.contracts.messages import Batch
 from areal.contracts.specs import BackendContext, ModelSpec, TrainerDevices, TrainingSpec
 from areal.contracts.transfer import Layout
+from areal.errors import WorkerFailed
 from areal.testing.backend_fixtures import batch_of, sample_rows
 from areal.testing.engine_fixtures import HostCpu
 from areal.testing.ranks import Ranks, free_rendezvous
-from areal_fsdp2 import export
+from areal_fsdp2 import export, rollcall
 from areal_fsdp2.backend import Fsdp2Backend
 from areal_fsdp2.options import Fsdp2Options
 
@@ -65,6 +69,23 @@ class Host:
     def do(self, number: int, method: str, *args: Any) -> Any:
         return getattr(self._held[number], method)(*args)
 
+    def counts(self, number: int) -> dict[str, Any]:
+        """Return what counts updates: the schedule's number, each parameter's, and the loss scale with its own."""
+        return counts_of(self._held[number])
+
+    def save_without(self, number: int, path: str, lost: int) -> tuple[str, float]:
+        """Begin a save and kill a rank at once; return what the others say of its end, and after how many seconds."""
+        self._held[number].save(path)
+        rollcall.ANSWER_S = 3.0
+        if self._rank == lost:
+            os.kill(os.getpid(), signal.SIGKILL)
+        started = time.monotonic()
+        try:
+            self._held[number].finish_save()
+        except WorkerFailed as error:
+            return str(error), time.monotonic() - started
+        return "", time.monotonic() - started
+
     def own_sizes(self, number: int) -> int:
         """Return how many numbers of the weights this rank holds."""
         return sum(part.view.numel() for part in self._held[number]._shards.parts)
@@ -102,6 +123,17 @@ class Host:
         return written
 
 
+def counts_of(backend: Fsdp2Backend) -> dict[str, Any]:
+    steps = set(backend._trained.steps().values())
+    return {"num_updates": backend._num_updates, "steps": steps, **backend._optimizer.scale.state_dict()}
+
+
+def held_by(backend: Fsdp2Backend, path: Path) -> dict[str, Tensor]:
+    """Return every tensor of a checkpoint, as one rank reads it."""
+    backend.load(str(path))
+    return {f"{kind}/{part.name}": part.view.clone() for kind, parts in backend._kinds().items() for part in parts}
+
+
 class Trainer:
     """A backend on all ranks of some processes."""
 
@@ -116,8 +148,12 @@ class Trainer:
     def do(self, method: str, *args: Any) -> Any:
         """Return what all ranks answer to a method of the backend."""
         answers = self.each("do", method, *args)
-        assert all(answer == answers[0] for answer in answers)
+        assert all(repr(answer) == repr(answers[0]) for answer in answers)  # NaN is NaN
         return answers[0]
+
+    @property
+    def number(self) -> int:
+        return self._number
 
     def steps(self, batches: list[Batch]) -> list[Mapping[str, float]]:
         found: list[Mapping[str, float]] = []

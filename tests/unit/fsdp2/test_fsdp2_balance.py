@@ -33,6 +33,8 @@ def test_every_row_is_computed_once_within_the_budget(lengths: list[int], budget
     assert len(hands) == ranks and len({len(dealt) for dealt in hands}) == 1
     real = [hand for dealt in hands for hand in dealt if not hand.is_dummy]
     assert sorted(i for hand in real for i in hand.rows) == list(range(len(lengths)))
+    # No round is for nothing, also when rows are longer than the budget.
+    assert sum(hand.is_dummy for dealt in hands for hand in dealt) < ranks
     for hand in (hand for dealt in hands for hand in dealt):
         assert len(hand.rows) == 1 or tokens(rows, hand) <= budget
     # A dummy is the last of its rank: statistics and gradients of the real ones come first.

@@ -8,13 +8,18 @@ from pathlib import Path
 
 import pytest
 import torch
-from fsdp2_trainers import BATCHES, Trainers, context_of
-from transformers import AutoConfig, AutoModelForCausalLM
+from fsdp2_trainers import BATCHES, Trainers, context_of, counts_of, held_by
+from safetensors.torch import load_file
+from torch.distributed.checkpoint.filesystem import FileSystemReader
 
 from areal.algorithms.grpo import Grpo
 from areal.builtins.torch_backend.backend import TorchBackend
+from areal.contracts.specs import AmpSpec
 from areal.errors import ConfigError, JournalError
-from areal.testing.models import tiny_model
+from areal.flow.trainer.checksums import check, seal
+from areal.testing.backend_training import Watching
+from areal.testing.models import family_model, tiny_model
+from areal.testing.ranks import RankDied
 from areal_fsdp2.backend import Fsdp2Backend
 
 pytestmark = pytest.mark.timeout(300)
@@ -27,12 +32,6 @@ def one(model_path: str) -> Iterator[Fsdp2Backend]:
     backend.start()
     yield backend
     backend.close()
-
-
-def held_by(backend: Fsdp2Backend, path: Path) -> dict[str, torch.Tensor]:
-    """Return every tensor of a checkpoint, as one rank reads it."""
-    backend.load(str(path))
-    return {f"{kind}/{part.name}": part.view.clone() for kind, parts in backend._kinds().items() for part in parts}
 
 
 def test_a_run_goes_on_on_2_then_4_then_1_ranks_and_on_other_meshes(
@@ -70,33 +69,75 @@ def test_a_run_goes_on_on_2_then_4_then_1_ranks_and_on_other_meshes(
 def test_training_goes_on_while_a_checkpoint_is_written(two: Trainers, model_path: str, tmp_path: Path) -> None:
     trainer = two.start(model_path)
     trainer.steps(BATCHES[:1])
+    weights = trainer.published()
     trainer.do("save", str(tmp_path))
     assert not (tmp_path / "trainer").exists() and not (tmp_path / "model").exists()
     expected = trainer.steps(BATCHES[1:3])
     trainer.do("finish_save")
     trainer.do("finish_save")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["model", "trainer"]
+    saved = load_file(tmp_path / "model" / "model.safetensors")
+    assert saved.keys() == weights.keys() and all(torch.equal(saved[name], weights[name]) for name in saved)
     resumed = two.start(model_path)
     resumed.do("load", str(tmp_path))
     assert resumed.steps(BATCHES[1:3]) == expected
 
 
-def experts(folder: Path) -> str:
-    """Write a mixture of experts, which transformers stacks and files hold one by one."""
-    sizes = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "vocab_size": 64}
-    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16}
-    mixture = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
-    config = AutoConfig.for_model("qwen3_moe", **sizes, **heads, **mixture)
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
-        AutoModelForCausalLM.from_config(config).save_pretrained(folder)
-    return str(folder)
+def test_a_dynamic_loss_scale_goes_on_where_it_was(two: Trainers, model_path: str, tmp_path: Path) -> None:
+    amp = AmpSpec(enabled=True, dtype="fp16")
+    trainer, overflow = two.start(model_path, amp=amp), Watching(float("inf"))
+    for loss in (overflow, overflow, Grpo(), Grpo(), overflow, Grpo(), Grpo()):
+        trainer.do("train_step", BATCHES[0], loss)
+    saved = trainer.each("counts")[0]
+    assert saved["num_updates"] == 7 and saved["num_good"] == 2
+    # An update that was skipped halves the scale, and Adam does not count it.
+    (num_taken,) = saved["steps"]
+    assert num_taken <= 4 and saved["value"] == 2.0**16 / 2 ** (7 - num_taken)
+    trainer.save(tmp_path)
+    again = two.start(model_path, amp=amp)
+    again.do("load", str(tmp_path))
+    alone = Fsdp2Backend(None, context_of(model_path, 1, amp=amp))
+    alone.start()
+    try:
+        alone.load(str(tmp_path))
+        assert [*again.each("counts"), counts_of(alone)] == [saved] * 3
+        for loss in (Grpo(), overflow, Grpo()):
+            expected = trainer.do("train_step", BATCHES[1], loss)
+            assert again.do("train_step", BATCHES[1], loss) == pytest.approx(expected, nan_ok=True, rel=0, abs=0)
+            found = alone.train_step(BATCHES[1], loss)
+            assert found["skipped"] == expected["skipped"]
+            assert found["learning_rate"] == expected["learning_rate"]
+        assert [*again.each("counts"), counts_of(alone)] == trainer.each("counts") + trainer.each("counts")[:1]
+        assert counts_of(alone)["num_good"] == 1
+    finally:
+        alone.close()
+
+
+@pytest.mark.parametrize("lost", [1, 0])
+def test_a_rank_that_is_killed_while_a_checkpoint_is_written_is_named(
+    one: Fsdp2Backend, model_path: str, tmp_path: Path, lost: int
+) -> None:
+    three = Trainers(3)
+    try:
+        trainer = three.start(model_path, step_timeout_s=60.0)
+        trainer.steps(BATCHES[:1])
+        before = held_by(one, trainer.save(tmp_path))
+        trainer.steps(BATCHES[1:2])
+        outcomes = three.ranks.outcomes("save_without", trainer.number, str(tmp_path), lost)
+    finally:
+        three.ranks.close()
+    assert isinstance(outcomes.pop(lost), RankDied)
+    for said, seconds in outcomes:
+        assert said.startswith(f"trainer rank {lost} was lost while the checkpoint {str(tmp_path)!r} was written")
+        assert "\n" not in said and seconds < 60
+    after = held_by(one, tmp_path)
+    assert after.keys() == before.keys() and all(torch.equal(after[key], tensor) for key, tensor in before.items())
 
 
 @pytest.mark.parametrize("kind", ["dense", "experts"])
 def test_a_run_grows_from_the_backend_torch(two: Trainers, model_path: str, tmp_path: Path, kind: str) -> None:
     if kind == "experts":
-        model_path = experts(tmp_path / "experts")
+        model_path = family_model(tmp_path / "experts", "qwen3_moe")  # one by one in files, stacked in the module
     small = TorchBackend(None, context_of(model_path, 1))
     small.start()
     small.freeze_reference()
@@ -151,6 +192,27 @@ class TestWhatCannotBeUsed:
         assert name in str(caught.value) or "damaged" in str(caught.value)
         trainer.do("load", str(saved))
 
+    @pytest.mark.parametrize("part", ["weights", "exp_avg", "exp_avg_sq", "rest.pt", ".metadata", "model.safetensors"])
+    @pytest.mark.parametrize("what", ["missing", "cut short", "changed"])
+    def test_a_seal_shows_any_damage_to_one_rank(self, saved: Path, tmp_path: Path, part: str, what: str) -> None:
+        folder = tmp_path / "copy"
+        shutil.copytree(saved, folder)
+        seal(folder)
+        file, place = place_of(folder, part)
+        content = bytearray(file.read_bytes())
+        content[place] ^= 1
+        file.unlink()
+        if what != "missing":
+            file.write_bytes(content if what == "changed" else content[:place])
+        said: list[str] = []
+        for rank in range(2):
+            try:
+                check(folder, rank, 2)
+            except JournalError as error:
+                said.append(str(error))
+        (problem,) = said
+        assert f"is damaged: {file.relative_to(folder)} is not what was saved" in problem and "\n" not in problem
+
     def test_no_checkpoint_at_all(self, two: Trainers, model_path: str, tmp_path: Path) -> None:
         with pytest.raises(JournalError, match=r"not a checkpoint of the backend 'fsdp2': it has no trainer/rest.pt"):
             two.start(model_path).do("load", str(tmp_path))
@@ -161,8 +223,11 @@ class TestWhatCannotBeUsed:
             other.do("load", str(saved))
         assert "\n" not in str(caught.value)
 
-    def test_a_damaged_file_of_the_backend_torch(self, two: Trainers, model_path: str, tmp_path: Path) -> None:
-        (tmp_path / "trainer.pt").write_bytes(b"PK")
+    @pytest.mark.parametrize("content", [b"", b"PK", b"half a file"])
+    def test_a_damaged_file_of_the_backend_torch(
+        self, two: Trainers, model_path: str, tmp_path: Path, content: bytes
+    ) -> None:
+        (tmp_path / "trainer.pt").write_bytes(content)
         with pytest.raises(JournalError, match="damaged"):
             two.start(model_path).do("load", str(tmp_path))
 
@@ -185,3 +250,14 @@ class TestWhatCannotBeUsed:
             trainer.do("finish_save")
         trainer.do("load", str(tmp_path))  # the one before stays
         trainer.save(tmp_path)
+
+
+def place_of(folder: Path, part: str) -> tuple[Path, int]:
+    """Return the file of a checkpoint that holds some kind of tensors, and a byte of one of them; or a file by name."""
+    found = [path for path in folder.rglob(part) if path.is_file()]
+    if found:
+        return found[0], found[0].stat().st_size // 2
+    stored = FileSystemReader(folder / "trainer").read_metadata().storage_data
+    assert stored is not None
+    index = next(index for index in stored if index.fqn.startswith(f"{part}/"))
+    return folder / "trainer" / stored[index].relative_path, stored[index].offset + stored[index].length // 2

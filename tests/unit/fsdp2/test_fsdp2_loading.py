@@ -9,7 +9,7 @@ from typing import Any, Literal
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoModelForCausalLM
 
 from areal.algorithms.sft import Sft
 from areal.builtins.torch_backend.backend import TorchBackend
@@ -17,44 +17,10 @@ from areal.contracts.specs import AmpSpec, BackendContext, ModelSpec, TrainingSp
 from areal.errors import WorkerFailed
 from areal.testing.backend_fixtures import batch_of, sample_rows
 from areal.testing.engine_fixtures import HostCpu
-from areal.testing.models import tiny_model
+from areal.testing.models import FAMILIES, family_model, tiny_model
 from areal_fsdp2.backend import Fsdp2Backend
 
-SIZES = {
-    "vocab_size": 64,
-    "hidden_size": 64,
-    "intermediate_size": 96,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 16,
-    "max_position_embeddings": 128,
-    "initializer_range": 0.15,
-    "pad_token_id": 0,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-}
-OTHERS: dict[str, dict[str, Any]] = {
-    "gpt2": {},
-    "mistral": {"sliding_window": 5},
-    "gemma3_text": {
-        "sliding_window": 5,
-        "query_pre_attn_scalar": 16,
-        "layer_types": ["sliding_attention", "full_attention"],
-        "final_logit_softcapping": 3.0,
-    },
-    "granite": {"logits_scaling": 3.0, "attention_multiplier": 0.1},
-    "qwen3_moe": {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32},
-}
 BATCH = batch_of(sample_rows())
-
-
-def other_model(folder: Path, arch: str, **sizes: Any) -> str:
-    config = AutoConfig.for_model(arch, **{**SIZES, **OTHERS.get(arch, {}), **sizes})
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
-        AutoModelForCausalLM.from_config(config).save_pretrained(folder)
-    return str(folder)
 
 
 @pytest.fixture
@@ -77,11 +43,11 @@ def context(path: str, role: Literal["actor", "critic"] = "actor", **training: A
     return BackendContext(model=ModelSpec(path=path), training=spec, accelerator=HostCpu(), seed=0, role=role)
 
 
-@pytest.mark.parametrize("arch", OTHERS)
+@pytest.mark.parametrize("arch", list(FAMILIES))
 def test_other_families_give_the_numbers_of_the_single_device_backend(
     arch: str, start: Callable[..., Fsdp2Backend], tmp_path: Path
 ) -> None:
-    path = other_model(tmp_path, arch)
+    path = family_model(tmp_path, arch)
     truth = TorchBackend(None, context(path))
     truth.start()
     backend = start(path)
@@ -96,7 +62,7 @@ def test_other_families_give_the_numbers_of_the_single_device_backend(
 def test_a_family_without_a_plan_trains_in_low_precision_too(
     start: Callable[..., Fsdp2Backend], tmp_path: Path
 ) -> None:
-    backend = start(other_model(tmp_path, "granite"), amp=AmpSpec(enabled=True, dtype="bf16"))
+    backend = start(family_model(tmp_path, "granite"), amp=AmpSpec(enabled=True, dtype="bf16"))
     assert backend.train_step(BATCH, Sft())["skipped"] == 0
 
 
@@ -145,8 +111,8 @@ def no_weights(folder: Path) -> str:
         (cut_weights, "cannot read the weights"),
         (a_missing_tensor, "it has no tensor model.norm.weight"),
         (another_shape, r"model.norm.weight has shape \(7,\), not \(64,\)"),
-        (lambda folder: other_model(folder, "mamba", state_size=8), "off by"),
-        (lambda folder: other_model(folder, "gemma2", query_pre_attn_scalar=16), "capped scores"),
+        (lambda folder: family_model(folder, "mamba", state_size=8), "off by"),
+        (lambda folder: family_model(folder, "gemma2", query_pre_attn_scalar=16), "capped scores"),
     ],
 )
 def test_what_cannot_be_loaded_is_refused_in_one_sentence(

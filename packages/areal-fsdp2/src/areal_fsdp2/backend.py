@@ -13,16 +13,17 @@ import torch
 from areal.algorithms.update.module import random_state, set_random_state
 from areal.algorithms.update.schedule import learning_rate as scheduled_rate
 from areal.algorithms.update.sending import BackgroundSender
+from areal.algorithms.update.state import load_tokenizer
 from areal.algorithms.update.tokens import check_vocabulary
 from areal.contracts.algorithm import Loss
 from areal.contracts.messages import Batch
 from areal.contracts.specs import BackendContext
 from areal.contracts.transfer import Layout, Receipt, Transfer, local_host
 from areal.errors import ConfigError, WorkerFailed
-from areal_fsdp2 import loading, lora, state
+from areal_fsdp2 import loading, lora
 from areal_fsdp2.boxes import Kinds
 from areal_fsdp2.checkpoint import Checkpoints, Export
-from areal_fsdp2.export import stage
+from areal_fsdp2.export import describe, stage
 from areal_fsdp2.lora import Adapters
 from areal_fsdp2.mesh import Mesh, leave
 from areal_fsdp2.model import PackedModel, make_model
@@ -83,7 +84,7 @@ class Fsdp2Backend:
         )
         self._trained = Trained(model.module, self._optimizer.adam)
         self._checkpoints = Checkpoints(context.training.step_timeout_s)
-        self._tokenizer = loading.tokenizer_of(folder)
+        self._tokenizer = load_tokenizer(folder)
         self._model = model
 
     def _published(self, model: PackedModel, parts: list[Part]) -> Shards:
@@ -213,7 +214,7 @@ class Fsdp2Backend:
         dtype: torch.dtype = getattr(torch, self._context.model.dtype)
         adapters = self._adapters
         weights = stage(self._shards if adapters is None else adapters.merged)
-        exports = [Export("model", weights, lambda folder: state.describe(model, self._tokenizer, dtype, folder))]
+        exports = [Export("model", weights, lambda folder: describe(model.module, self._tokenizer, dtype, folder))]
         if adapters is not None:
             base = self._context.model.path
             exports.append(

@@ -31,9 +31,8 @@ def deal(
     if not loads:
         return [[] for _ in range(num_ranks)]
     total, longest = sum(length for _, length in loads), max(length for _, length in loads)
-    num_rounds = max(min(num_stages, -(-len(loads) // num_ranks)), -(-total // (budget * num_ranks)))
-    while len(fill(loads, budget)) > num_rounds * num_ranks:
-        num_rounds += 1
+    # A unit above the budget is one micro-batch, however many budgets it would fill.
+    num_rounds = max(min(num_stages, -(-len(loads) // num_ranks)), -(-len(fill(loads, budget)) // num_ranks))
     low, high = min(budget, max(longest, -(-total // (num_rounds * num_ranks)))), budget
     while low < high:  # the least that still makes no more micro-batches: none is much larger than another
         middle = (low + high) // 2

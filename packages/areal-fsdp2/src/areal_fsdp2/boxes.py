@@ -6,7 +6,6 @@ So any mesh can read what another has written.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from concurrent.futures import Future
 from pathlib import Path
 from typing import Any, cast
 
@@ -24,9 +23,8 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
-from torch.distributed.checkpoint.staging import BlockingAsyncStager
 from torch.distributed.checkpoint.state_dict_loader import load
-from torch.distributed.checkpoint.state_dict_saver import async_save
+from torch.distributed.checkpoint.state_dict_saver import save
 
 from areal.errors import JournalError, WorkerFailed, first_line
 from areal_fsdp2.shards import Part
@@ -78,33 +76,26 @@ class Boxes:
         return [_chunk(start, view) for start, view in self._views.items()]
 
 
-def write(kinds: Kinds, folder: Path, group: dist.ProcessGroup) -> Future[Any]:
-    """Copy all parts to the host's memory and write them in a thread; all ranks call it, with a gloo group of all.
-
-    The future fails with what `written` makes a sentence of.
-    """
+def copied(kinds: Kinds) -> dict[str, Boxes]:
+    """Return copies of all parts in the host's memory, by ``kind/name``."""
     boxes = _boxes(kinds)
     for box in boxes.values():
         box.copy()
-    future = async_save(
-        cast(dict[str, Any], boxes),
-        storage_writer=FileSystemWriter(folder),
-        planner=_SavePlanner(flatten_state_dict=False),
-        process_group=group,
-        async_stager=_Staged(),
-    )
-    return cast("Future[Any]", future)
+    return boxes
 
 
-def written(future: Future[Any], timeout_s: float) -> None:
-    """Wait for `write`; raises JournalError on all ranks when one of them could not, WorkerFailed when one is gone."""
+def write(boxes: Mapping[str, Boxes], folder: Path, group: dist.ProcessGroup) -> None:
+    """Write what was `copied`; all ranks call it, with a gloo group of all. JournalError on all when one cannot."""
     try:
-        future.result(timeout_s)
+        save(
+            cast(dict[str, Any], boxes),
+            storage_writer=FileSystemWriter(folder),
+            planner=_SavePlanner(flatten_state_dict=False),
+            process_group=group,
+        )
     except CheckpointException as error:
         rank, (cause, _) = next(iter(error.failures.items()))
         raise JournalError(f"rank {rank} could not write its part of the checkpoint: {first_line(cause)}") from error
-    except (RuntimeError, TimeoutError) as error:
-        raise WorkerFailed(f"a rank was lost while a checkpoint was written ({first_line(error)})") from error
 
 
 def shapes(folder: Path) -> dict[str, tuple[int, ...]]:
@@ -160,13 +151,6 @@ class _LoadPlanner(DefaultLoadPlanner):
 
     def lookup_tensor(self, index: MetadataIndex) -> Tensor:
         return cast(Boxes, self.state_dict[index.fqn]).at(index)
-
-
-class _Staged(BlockingAsyncStager):
-    """Invariant: what it is given has been copied already."""
-
-    def stage(self, state_dict: dict[str, Any]) -> dict[str, Any]:
-        return state_dict
 
 
 def _boxes(kinds: Kinds) -> dict[str, Boxes]:

@@ -8,21 +8,25 @@ path/model              a Hugging Face folder, see export.py
 from __future__ import annotations
 
 import shutil
+import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, wait
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
+from threading import Thread
 from typing import Any, Protocol, TypeVar, cast
 
 import torch.distributed as dist
 
+from areal.algorithms.update.state import load_state, save_state
 from areal.contracts.durable import sync
 from areal.errors import ArealError, ConfigError, JournalError, WorkerFailed, first_line
-from areal_fsdp2 import boxes, export, state
+from areal_fsdp2 import boxes, export
 from areal_fsdp2.boxes import Kinds
 from areal_fsdp2.export import Staged
 from areal_fsdp2.growing import STATE_FILE, TorchCheckpoint
+from areal_fsdp2.rollcall import POLL_S, RollCall
 from areal_fsdp2.shards import Part
 
 FOLDER = "trainer"
@@ -66,7 +70,9 @@ class Checkpoints:
         """Make a process group; all ranks do, in the same order. `timeout_s`: longest wait for another rank."""
         self._timeout_s = timeout_s
         self._group = cast(dist.ProcessGroup, dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s)))
-        self._written: Future[Any] | None = None
+        self._written: Future[None] | None = None
+        self._num_saves = 0
+        self._roll_call: RollCall
         self._path = Path()
         self._exports: Sequence[Export] = ()
 
@@ -81,25 +87,23 @@ class Checkpoints:
         everybody = self._gathered({"random": rest["random"], "steps": rest["steps"]})
         steps = {name: step for told in everybody for name, step in told["steps"].items()}
         self._on_first(lambda: self._begin({**rest, "random": [told["random"] for told in everybody], "steps": steps}))
-        self._written = boxes.write(kinds, _new(path / FOLDER), self._group)
+        self._num_saves += 1
+        self._roll_call = RollCall(f"{self._group.group_name}/{self._num_saves}")
+        copies = boxes.copied(kinds)
+        self._written = _in_background(lambda: boxes.write(copies, _new(path / FOLDER), self._group))
 
     def finish(self) -> None:
         """Wait until the last `save` is whole on disk, then give its folders their names; nothing to do: return.
 
-        Raises JournalError on all ranks when one could not write its part, WorkerFailed when one is gone; then the
-        folders that were there stay.
+        Raises JournalError on all ranks when one could not write its part, WorkerFailed that names those which are
+        gone; then the folders that were there stay.
         """
         if self._written is None:
             return
         future, self._written = self._written, None
-        try:
-            boxes.written(future, self._timeout_s)
-            self._together(self._write)
-            self._on_first(self._settle)
-        except RuntimeError as error:
-            raise WorkerFailed(f"a rank was lost while a checkpoint was written ({first_line(error)})") from error
-        finally:
-            self._exports = ()
+        self._wait(future)
+        self._wait(_in_background(self._end))
+        self._exports = ()
 
     def open(self, path: Path, weights: Sequence[Part], model: str) -> Saved:
         """Return what there is to read; `weights`: what this rank wants of kind ``weights``; `model`: for the user.
@@ -111,7 +115,7 @@ class Checkpoints:
 
         def opened() -> Saved:
             is_grown = not (path / FOLDER).is_dir() and (path / STATE_FILE).is_file()
-            saved = TorchCheckpoint(path) if is_grown else _Own(path / FOLDER, self._group)
+            saved = TorchCheckpoint(path) if is_grown else _Own(path, self._group)
             if {key: shape for key, shape in saved.shapes.items() if key.startswith("weights/")} != everybodys:
                 raise ConfigError(f"the checkpoint {str(path)!r} holds another model than {model!r}")
             return saved
@@ -133,9 +137,30 @@ class Checkpoints:
             _new(self._path / name).mkdir()
         for found in self._exports:
             found.describe(_new(self._path / found.folder))
-        state.save_state(rest, _new(self._path / FOLDER) / REST)
+        save_state(rest, _new(self._path / FOLDER) / REST)
 
-    def _write(self) -> None:
+    def _wait(self, future: Future[None]) -> None:
+        """Wait for a thread of this rank, as long as all ranks are there; raises its error."""
+        end = time.monotonic() + self._timeout_s
+        while not wait([future], POLL_S).done:
+            # Who waits for a rank that has given up, because another is gone, gets no error.
+            if self._roll_call.is_on() or time.monotonic() > end:
+                raise self._lost(f"it took {self._timeout_s:g} s" if time.monotonic() > end else "says another rank")
+        try:
+            future.result()
+        except RuntimeError as error:
+            raise self._lost(first_line(error)) from error
+
+    def _lost(self, problem: str) -> WorkerFailed:
+        missing = self._roll_call.missing()
+        who = f"trainer rank {', '.join(map(str, missing))} was lost" if missing else "the ranks lost each other"
+        return WorkerFailed(f"{who} while the checkpoint {str(self._path)!r} was written ({problem})")
+
+    def _end(self) -> None:
+        self._together(self._export)
+        self._on_first(self._settle)
+
+    def _export(self) -> None:
         """Write this rank's files of all exports, and take part in the others'."""
         problem: OSError | None = None
         for found in self._exports:
@@ -187,14 +212,28 @@ class Checkpoints:
 class _Own:
     """What a backend of this kind has saved. Invariant: every rank finds the same."""
 
-    def __init__(self, folder: Path, group: dist.ProcessGroup) -> None:
-        self._folder = folder
+    def __init__(self, path: Path, group: dist.ProcessGroup) -> None:
+        self._folder = path / FOLDER
         self._group = group
-        self.rest = state.load_state(folder / REST)
-        self.shapes = boxes.shapes(folder)
+        self.rest = load_state(path, f"{FOLDER}/{REST}", "fsdp2")
+        self.shapes = boxes.shapes(self._folder)
 
     def read(self, kinds: Kinds) -> None:
         boxes.read(kinds, self._folder, self._group)
+
+
+def _in_background(work: Callable[[], None]) -> Future[None]:
+    """Start a thread; one that waits for a rank that is gone keeps no process from ending."""
+    future: Future[None] = Future()
+
+    def run() -> None:
+        try:
+            future.set_result(work())
+        except BaseException as error:
+            future.set_exception(error)
+
+    Thread(target=run, name="checkpoint", daemon=True).start()
+    return future
 
 
 def _new(folder: Path) -> Path:

@@ -18,6 +18,7 @@ from typing import Any, BinaryIO
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from areal.contracts.durable import sync
 from areal.contracts.transfer import Piece, TensorSpec
@@ -109,6 +110,21 @@ def write(staged: Staged, folder: Path, stem: str, group: dist.ProcessGroup, max
             work.wait()
     if problem is not None:
         raise problem
+
+
+def describe(
+    module: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None, dtype: torch.dtype, folder: Path
+) -> None:
+    """Write what a Hugging Face folder has beside weights, whose dtype is `dtype`."""
+    config = module.config
+    held, config.dtype = config.dtype, dtype
+    config.architectures = [type(module).__name__]
+    config.save_pretrained(folder)
+    config.dtype = held
+    if module.can_generate() and module.generation_config is not None:
+        module.generation_config.save_pretrained(folder)
+    if tokenizer is not None:
+        tokenizer.save_pretrained(folder)
 
 
 def num_bytes(spec: TensorSpec) -> int:

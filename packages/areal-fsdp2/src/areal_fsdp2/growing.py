@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from areal_fsdp2 import state
+from areal.algorithms.update.state import load_state
 from areal_fsdp2.boxes import Kinds
 from areal_fsdp2.shards import regions_of
 from areal_fsdp2.trained import MOMENTS
@@ -22,7 +22,7 @@ class TorchCheckpoint:
 
     def __init__(self, path: Path) -> None:
         """JournalError when the file is damaged."""
-        saved = state.load_state(path / STATE_FILE, is_mapped=True)
+        saved = load_state(path, STATE_FILE, "torch", is_mapped=True)
         weights: dict[str, Tensor] = saved["weights"]
         self._tensors = {f"weights/{name}": part for name, part in _pieces(weights)}
         moments = _moments(weights, saved["optimizer"]["adam"])

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
-from transformers import AutoConfig, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import AutoConfig, PreTrainedModel
 
 from areal.algorithms.update import attention
 from areal.algorithms.update.module import stop_dropout
@@ -59,16 +59,6 @@ def skeleton(kind: Any, folder: Path, **more: Any) -> PreTrainedModel:
     module.eval()
     stop_dropout(module)
     return module
-
-
-def tokenizer_of(folder: Path) -> PreTrainedTokenizerBase | None:
-    """Return the tokenizer of a model folder, or None when it has none."""
-    if not [*folder.glob("*token*"), *folder.glob("vocab*")]:
-        return None  # transformers would make up a tokenizer without vocabulary
-    try:
-        return AutoTokenizer.from_pretrained(folder, local_files_only=True)
-    except (OSError, ValueError, KeyError):
-        return None
 
 
 @torch.no_grad()

@@ -25,6 +25,7 @@ from areal.contracts.transfer import Layout, Receipt, Transfer
 from areal.testing.ranks import Ranks, free_rendezvous
 
 CALL_S = 240.0
+_SHARED: dict[int, RankedBackends] = {}
 
 
 class RankHost:
@@ -203,10 +204,13 @@ class OnRanks:
 
     @pytest.fixture(scope="class")
     @classmethod
-    def ranks(cls) -> Iterator[RankedBackends]:
-        ranks = RankedBackends(cls.num_ranks)
-        yield ranks
-        ranks.close()
+    def ranks(cls, request: pytest.FixtureRequest) -> RankedBackends:
+        """The processes that all classes of a module with as many ranks share: no backend outlives its case."""
+        if cls.num_ranks not in _SHARED:
+            _SHARED[cls.num_ranks] = RankedBackends(cls.num_ranks)
+            module = request.node.getparent(pytest.Module)
+            module.addfinalizer(lambda: _SHARED.pop(cls.num_ranks).close())
+        return _SHARED[cls.num_ranks]
 
     @pytest.fixture
     def backend_factory(

@@ -139,7 +139,7 @@ class BackendRoles(BackendFixtures):
         assert critic.values(batch_of(rows)) == [(0.0,) * len(r.token_ids) for r in rows]
 
     def test_a_critic_learns_the_returns(self, start_critic: Callable[..., Values]) -> None:
-        critic = start_critic(learning_rate=3e-3, micro_batch_tokens=64)
+        critic = start_critic(learning_rate=3e-3)
         batch = _judged(sample_rows(), critic)
         losses = [critic.train_step(batch, ValueLoss(None))["loss"] for _ in range(60)]
         assert losses[-1] < 0.2 * losses[0]

@@ -8,6 +8,20 @@ from typing import Any, Literal
 Arch = Literal["qwen3", "llama", "qwen2", "gpt2"]
 
 PAD, BOS, EOS = 0, 1, 2
+FAMILIES: dict[str, dict[str, Any]] = {
+    "gpt2": {},
+    "mistral": {"sliding_window": 5},
+    "gemma3_text": {
+        "sliding_window": 5,
+        "query_pre_attn_scalar": 16,
+        "layer_types": ["sliding_attention", "full_attention"],
+        "final_logit_softcapping": 3.0,
+    },
+    "cohere": {"logit_scale": 0.3},
+    "granite": {"logits_scaling": 3.0, "attention_multiplier": 0.1},
+    "qwen3_moe": {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32},
+}
+"""What other families do besides, in the words of their configurations, so strongly that logits show it."""
 _SPECIAL = ("<pad>", "<bos>", "<eos>")
 _CHARACTERS = "0123456789abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ +-*/=().,:;?!"
 
@@ -54,6 +68,40 @@ def tiny_module(
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         return AutoModelForCausalLM.from_config(config).float().eval()
+
+
+def family_model(path: str | Path, family: str, **config: Any) -> str:
+    """Write what `family_module` returns to `path`, without a tokenizer, and return it."""
+    family_module(family, **config).save_pretrained(path)
+    return str(path)
+
+
+def family_module(family: str, **config: Any) -> Any:
+    """Return a random float32 model of any Hugging Face model type, the same each time, in training mode.
+
+    `config`: what its configuration is to say besides `FAMILIES`, or in place of the sizes.
+    """
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    sizes = {
+        "vocab_size": 64,
+        "hidden_size": 64,
+        "intermediate_size": 96,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 16,
+        "max_position_embeddings": 128,
+        "initializer_range": 0.15,
+        "pad_token_id": PAD,
+        "bos_token_id": BOS,
+        "eos_token_id": EOS,
+    }
+    asked = AutoConfig.for_model(family, **{**sizes, **FAMILIES.get(family, {}), **config})
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        return AutoModelForCausalLM.from_config(asked).float()
 
 
 def character_tokenizer(vocab: int = 64) -> Any:

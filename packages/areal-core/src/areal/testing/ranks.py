@@ -17,6 +17,8 @@ if TYPE_CHECKING:
 START_S = 240.0
 """For a process to import what it needs, on a loaded machine."""
 CALL_S = 120.0
+AFTER_FAILURE_S = 10.0
+"""How long the other ranks may take once one has failed."""
 
 PRELOADED = ["torch.distributed.fsdp", "torch.distributed.pipelining", "transformers.modeling_utils"]
 """Imported once, in the process that all ranks are forked from: for each of them it would take seconds."""
@@ -24,6 +26,10 @@ PRELOADED = ["torch.distributed.fsdp", "torch.distributed.pipelining", "transfor
 
 class RankFailed(Exception):
     """Invariant: says which rank failed, with its traceback; errors of AReaL are raised as they are instead."""
+
+
+class RankDied(RankFailed):
+    """Invariant: the process is gone."""
 
 
 def free_rendezvous() -> str:
@@ -52,7 +58,7 @@ class Ranks:
             self._pipes.append(ours)
             self.processes.append(process)
         try:
-            self._exchange([("", (factory, tuple(args_of(rank)))) for rank in range(num_ranks)], START_S)
+            self._values([("", (factory, tuple(args_of(rank)))) for rank in range(num_ranks)], START_S)
         except BaseException:
             self.close()
             raise
@@ -63,6 +69,10 @@ class Ranks:
         Raises the first rank's error when a rank raises one of AReaL's, RankFailed for others, TimeoutError for
         silence.
         """
+        return self._values([(method, args)] * len(self._pipes), deadline_s)
+
+    def outcomes(self, method: str, *args: Any, deadline_s: float = CALL_S) -> list[Any]:
+        """Return by rank what `call` would, or the error in its place: for ranks of which some are to be lost."""
         return self._exchange([(method, args)] * len(self._pipes), deadline_s)
 
     def close(self) -> None:
@@ -75,29 +85,36 @@ class Ranks:
             pipe.close()
         self.processes, self._pipes = [], []
 
+    def _values(self, messages: Sequence[tuple[str, tuple[Any, ...]]], deadline_s: float) -> list[Any]:
+        answers = self._exchange(messages, deadline_s)
+        failures = [answer for answer in answers if isinstance(answer, BaseException)]
+        # A rank that failed leaves the others waiting for it; its own error says more.
+        for failure in sorted(failures, key=lambda error: isinstance(error, TimeoutError)):
+            raise failure
+        return answers
+
     def _exchange(self, messages: Sequence[tuple[str, tuple[Any, ...]]], deadline_s: float) -> list[Any]:
         end = time.monotonic() + deadline_s
+        self.is_in_step = False
         for pipe, message in zip(self._pipes, messages, strict=True):
             pipe.send(message)
-        self.is_in_step = False
         answers: list[Any] = []
-        failures: list[BaseException] = []
         for rank, pipe in enumerate(self._pipes):
-            if not pipe.poll(max(0.0, end - time.monotonic())):
-                # A rank that failed leaves the others waiting for it; its own error says more.
-                raise failures[0] if failures else TimeoutError(f"rank {rank} did not answer within {deadline_s:g} s")
-            try:
-                failed, answer = pipe.recv()
-            except EOFError:
-                failed, answer = True, RankFailed(f"rank {rank} died")
-            if failed:
-                failures.append(answer)
-                end = min(end, time.monotonic() + 10.0)
-            answers.append(answer)
-        self.is_in_step = True
-        if failures:
-            raise failures[0]
+            answers.append(_answer(rank, pipe, end, deadline_s))
+            if isinstance(answers[-1], BaseException):
+                end = min(end, time.monotonic() + AFTER_FAILURE_S)
+        self.is_in_step = not any(isinstance(answer, TimeoutError | RankDied) for answer in answers)
         return answers
+
+
+def _answer(rank: int, pipe: Connection, end: float, deadline_s: float) -> Any:
+    """Return a rank's value or error."""
+    if not pipe.poll(max(0.0, end - time.monotonic())):
+        return TimeoutError(f"rank {rank} did not answer within {deadline_s:g} s")
+    try:
+        return pipe.recv()
+    except EOFError:
+        return RankDied(f"rank {rank} died")
 
 
 def _serve(connection: Connection) -> None:
@@ -112,12 +129,12 @@ def _serve(connection: Connection) -> None:
             return
         try:
             if method:
-                answer = (False, getattr(held, method)(*args))
+                answer = getattr(held, method)(*args)
             else:
                 factory, made_of = args
-                held, answer = import_object(factory)(*made_of), (False, None)
+                held, answer = import_object(factory)(*made_of), None
         except ArealError as error:
-            answer = (True, error)
+            answer = error
         except BaseException:
-            answer = (True, RankFailed(traceback.format_exc()))
+            answer = RankFailed(traceback.format_exc())
         connection.send(answer)

@@ -13,6 +13,7 @@ from areal.algorithms.update.packing import Packed, micro_batches, pack
 from areal.algorithms.update.regions import checkpoint_tensors
 from areal.algorithms.update.schedule import learning_rate as scheduled_rate
 from areal.algorithms.update.sending import BackgroundSender
+from areal.algorithms.update.state import load_state, load_tokenizer, save_state
 from areal.algorithms.update.statistics import combined
 from areal.algorithms.update.tokens import by_rows, check_vocabulary, computed_totals, token_batch
 from areal.builtins.moving import HOST, free_unused, move_module
@@ -60,7 +61,7 @@ class TorchBackend:
             self._model = PolicyModel(self._context, self._device)
         module = self._model.module
         self._optimizer = Optimizer(module, self._context.training, self._options.adam_eps, self._device)
-        self._tokenizer = state.load_tokenizer(self._context.model.path)
+        self._tokenizer = load_tokenizer(self._context.model.path)
 
     def logprobs(self, batch: Batch) -> list[tuple[float, ...]]:
         """Return for each row [T] logprobs of its tokens (0 where loss_mask is False) under the current weights."""
@@ -158,13 +159,13 @@ class TorchBackend:
             "random": random_state(self._device),
             "reference": None if self._reference is None else self._reference.weights,
         }
-        state.save_state(everything, folder / state.STATE_FILE)
+        save_state(everything, folder / state.STATE_FILE)
 
     @torch.no_grad()
     def load(self, path: str) -> None:
         """Restore what `save` wrote, bit for bit; JournalError when it is not there, ConfigError for another model."""
         model = self._started()
-        saved = state.load_state(Path(path) / state.STATE_FILE)
+        saved = load_state(Path(path), state.STATE_FILE, "torch")
         weights: Mapping[str, Tensor] = saved["weights"]
         parameters = dict(model.module.named_parameters())
         if {n: t.shape for n, t in weights.items()} != {n: t.shape for n, t in parameters.items()}:
