@@ -80,11 +80,13 @@ def apart_from(found: dict[str, Any], name: str, key: str) -> float:
     return max(abs(mine - theirs) / (abs(theirs) if key == "grad_norm" else 1.0) for mine, theirs in pairs)
 
 
-def measure(args: argparse.Namespace, sides: Sequence[Side], work: Work, folder: Path) -> dict[str, Any]:
+def measure(
+    args: argparse.Namespace, sides: Sequence[Side], work: Work, batches: Batches, folder: Path
+) -> dict[str, Any]:
     """Return for each case and side what its steps came to, and each side's peak; the sides take turns."""
     found: dict[str, Any] = {case: {side.name: [] for side in sides} for case in work.batches}
     with running(sides, work, args, folder) as started:
-        first = {side.side.name: warmed(side, work, args.deadline_s) for side in started}
+        first = {side.side.name: warmed(side, batches, args.deadline_s) for side in started}
         same_start(first, GROSS_BF16 if work.bf16 else GROSS["grad_norm"])
         for number in range(args.rounds):
             print(f"  round {number + 1}; load average {os.getloadavg()[0]:.2f}", flush=True)
@@ -96,11 +98,14 @@ def measure(args: argparse.Namespace, sides: Sequence[Side], work: Work, folder:
     return {"first": first, "steps": found, "peak_mib": peaks}
 
 
-def warmed(side: Running, work: Work, deadline_s: float) -> dict[str, float]:
-    """Let the initial weights be those that sampled, make a step that does not count, and return it."""
-    for case in work.batches:
+def warmed(side: Running, batches: Batches, deadline_s: float) -> dict[str, float]:
+    """Let the initial weights be those that sampled, make a step that does not count, and return it.
+
+    It is of the case that takes the most memory, so that no later one meets memory for the first time.
+    """
+    for case in batches:
         side.ask("aim", case, deadline_s=deadline_s)
-    return side.step(next(iter(work.batches)), deadline_s)
+    return side.step(max(batches, key=lambda case: padded_tokens(batches[case])), deadline_s)
 
 
 def same_start(first: dict[str, Any], allowed: float) -> None:
@@ -193,8 +198,8 @@ def main() -> None:
         work = work_of(model, batches, folder, learning_rate=LEARNING_RATE, bf16=bf16, seed=args.seed, **sizes)
         for number in sorted({side.processes for side in args.sides}):
             sides = [side for side in args.sides if side.processes == number]
-            print(f"\n{args.size}, {'bf16' if bf16 else 'float32'}, {number} processes, {args.cores} threads in all")
-            found = measure(args, sides, work, folder / f"{number}-processes")
+            print(f"\n{args.size}, {'bf16' if bf16 else 'float32'}, processes a side: {number}, threads: {args.cores}")
+            found = measure(args, sides, work, batches, folder / f"{number}-processes")
             for case in work.batches:
                 print(f"\n  {case}: {CASES[case].title}")
                 found.setdefault("summary", {})[case] = summary(found["steps"][case], found["peak_mib"], batches[case])

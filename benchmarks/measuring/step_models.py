@@ -6,6 +6,7 @@ from pathlib import Path
 
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
+from transformers.utils.logging import disable_progress_bar
 
 from areal.testing.models import BOS, EOS, PAD, character_tokenizer
 from measuring.sync_models import SIZES
@@ -37,6 +38,7 @@ def write_model(size: str, folder: Path, seed: int) -> str:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = AutoModelForCausalLM.from_config(config).float()
+    disable_progress_bar()
     model.save_pretrained(folder)
     character_tokenizer().save_pretrained(folder)
     return str(folder)
