@@ -24,6 +24,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from areal.algorithms.update.logprobs import head_logprobs
 from measuring.live_bytes import LiveBytes
+from measuring.processes import status
 
 LOGITS, LOGPROBS, OURS = "gather logits", "gather logprobs", "ours"
 SIDES = (LOGITS, LOGPROBS, OURS)
@@ -126,12 +127,6 @@ def resident(case: Case) -> dict[str, float]:
     loss.backward()
     peaks.append(status("VmHWM") - before)
     return {"forward": peaks[0], "backward": peaks[1], "peak": max(peaks)}
-
-
-def status(field: str) -> float:
-    """Return a figure of /proc/self/status in MiB."""
-    lines = Path("/proc/self/status").read_text(encoding="utf-8").splitlines()
-    return next(int(line.split()[1]) / 1024 for line in lines if line.startswith(f"{field}:"))
 
 
 def timed(case: Case, rounds: int) -> dict[str, list[dict[str, float]]]:

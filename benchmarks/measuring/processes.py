@@ -73,6 +73,12 @@ def tail(log: Path) -> str:
     return "\n".join(log.read_text(encoding="utf-8", errors="replace").splitlines()[-LAST_LINES:])
 
 
+def status(field: str) -> float:
+    """Return a figure of /proc/self/status in MiB."""
+    lines = Path("/proc/self/status").read_text(encoding="utf-8").splitlines()
+    return next(int(line.split()[1]) / 1024 for line in lines if line.startswith(f"{field}:"))
+
+
 def new_folder(given: Path | None, name: str) -> Path:
     """Return the folder that a benchmark writes to: the given one, or one named after it and the time."""
     return (given or ROOT / "runs" / "benchmarks" / f"{name}-{time.strftime('%Y%m%d-%H%M%S')}").absolute()

@@ -8,9 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from measuring.curve import Curve
-from measuring.processes import run_process
-
-SCRIPT = Path(__file__).with_name("trl_train.py")
+from measuring.processes import ROOT, run_process
 
 
 def run_trl(
@@ -30,13 +28,14 @@ def run_trl(
     paths = {"prompts": str(folder / "prompts.jsonl"), "output": str(output), "folder": str(folder)}
     (folder / "job.json").write_text(json.dumps({**job, **paths, "threads": cores}, indent=2), encoding="utf-8")
     environment = {
+        "PYTHONPATH": str(ROOT / "benchmarks"),
         "OMP_NUM_THREADS": str(cores),
         "HF_HUB_OFFLINE": "1",
         "TOKENIZERS_PARALLELISM": "false",
         **({"OMP_WAIT_POLICY": "PASSIVE"} if wait_policy == "passive" else {}),
     }
     started, ended = run_process(
-        [python, str(SCRIPT), str(folder / "job.json")],
+        [python, "-m", "measuring.trl_train", str(folder / "job.json")],
         log=folder / "log",
         cores=cores,
         environment=environment,

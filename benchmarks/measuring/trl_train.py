@@ -1,4 +1,7 @@
-"""Runs in TRL's own environment: `python trl_train.py JOB.json`; one JSON line when it begins and one for each step."""
+"""Runs in TRL's own environment: `python -m measuring.trl_train JOB.json`.
+
+It writes one JSON line when it begins and one for each step.
+"""
 
 from __future__ import annotations
 
@@ -13,9 +16,10 @@ warnings.filterwarnings("ignore")
 
 import torch  # noqa: E402
 from datasets import Dataset  # noqa: E402
-from rewards import REWARDS  # noqa: E402
 from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback  # noqa: E402
 from trl import GRPOConfig, GRPOTrainer  # noqa: E402
+
+from measuring.rewards import REWARDS  # noqa: E402
 
 
 class Recorder(TrainerCallback):
@@ -80,7 +84,7 @@ def settings(job: dict[str, Any]) -> GRPOConfig:
     return GRPOConfig(
         output_dir=str(Path(job["folder"]) / "trl"),
         max_steps=job["steps"],
-        per_device_train_batch_size=samples // job["accumulation"],
+        per_device_train_batch_size=samples // job["accumulation"] // job.get("processes", 1),
         gradient_accumulation_steps=job["accumulation"],
         num_generations=job["group_size"],
         max_completion_length=job["max_new_tokens"],
