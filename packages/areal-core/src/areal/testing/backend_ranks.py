@@ -9,6 +9,7 @@ class TestMineOnTwoRanks(OnRanks, BackendConformance):
 
 from __future__ import annotations
 
+import gc
 import pickle
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
@@ -61,6 +62,7 @@ class RankHost:
             if hasattr(backend, "close"):
                 backend.close()  # type: ignore[attr-defined]
         self._held.clear()
+        gc.collect()  # process groups hang on cycles of modules and hooks, and each has threads that poll
 
 
 class RankedBackends:
