@@ -26,7 +26,7 @@ from measuring.cases import has_bf16
 from measuring.processes import new_folder
 from measuring.step_batches import CASES, num_tokens, padded_tokens, write
 from measuring.step_models import write_model
-from measuring.step_sides import SIDES, TRL, Running, Side, Work, moved_apart
+from measuring.step_sides import COPIES, SIDES, TRL, Running, Side, Work, moved_apart
 from measuring.sync_models import SIZES
 from measuring.trl_environment import trl_python
 
@@ -254,7 +254,7 @@ def names_of(known: Any) -> Any:
 
 
 def sides_named(text: str) -> list[Side]:
-    by_name = {side.name: side for side in SIDES}
+    by_name = {side.name: side for side in (*SIDES, COPIES)}
     return [by_name[name] for name in names_of(by_name)(text)]
 
 
