@@ -217,7 +217,7 @@ def arguments(words: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--rounds", type=int, default=3, help="steps of each side and case, besides a first one")
     parser.add_argument("--prompts", type=int, default=4, help="groups of a batch; an even number")
     parser.add_argument("--samples", type=int, default=8, help="rows of a group")
-    parser.add_argument("--tokens", type=int, default=128, help="of a row, prompt and answer, on average")
+    parser.add_argument("--tokens", type=int, default=96, help="of a row, prompt and answer, on average")
     parser.add_argument("--micro-batch-tokens", type=int, default=2048, help="of a process; TRL's padding counts")
     parser.add_argument(
         "--precision", choices=["auto", "bf16", "float32"], default="auto", help="of the measured model"
