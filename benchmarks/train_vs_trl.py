@@ -26,7 +26,7 @@ from measuring.cases import has_bf16
 from measuring.processes import new_folder
 from measuring.step_batches import CASES, num_tokens, padded_tokens, write
 from measuring.step_models import write_model
-from measuring.step_sides import SIDES, TRL, Running, Side, Work, moved_apart
+from measuring.step_sides import COPIES, SIDES, TRL, Running, Side, Work, moved_apart
 from measuring.sync_models import SIZES
 from measuring.trl_environment import trl_python
 
@@ -217,7 +217,7 @@ def arguments(words: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--rounds", type=int, default=3, help="steps of each side and case, besides a first one")
     parser.add_argument("--prompts", type=int, default=4, help="groups of a batch; an even number")
     parser.add_argument("--samples", type=int, default=8, help="rows of a group")
-    parser.add_argument("--tokens", type=int, default=128, help="of a row, prompt and answer, on average")
+    parser.add_argument("--tokens", type=int, default=96, help="of a row, prompt and answer, on average")
     parser.add_argument("--micro-batch-tokens", type=int, default=2048, help="of a process; TRL's padding counts")
     parser.add_argument(
         "--precision", choices=["auto", "bf16", "float32"], default="auto", help="of the measured model"
@@ -254,7 +254,7 @@ def names_of(known: Any) -> Any:
 
 
 def sides_named(text: str) -> list[Side]:
-    by_name = {side.name: side for side in SIDES}
+    by_name = {side.name: side for side in (*SIDES, COPIES)}
     return [by_name[name] for name in names_of(by_name)(text)]
 
 

@@ -12,14 +12,16 @@ import torch
 from areal.algorithms.grpo import Grpo
 from areal.builtins.accelerators.cpu import CpuAccelerator
 from areal.builtins.torch_backend.backend import TorchBackend
+from areal.builtins.torch_backend.options import TorchBackendOptions
 from areal.contracts.messages import Batch, Row
 from areal.contracts.specs import AmpSpec, BackendContext, ModelSpec, TrainerDevices, TrainingSpec
 from areal_fsdp2.backend import Fsdp2Backend
+from areal_fsdp2.options import Fsdp2Options
 from measuring.peer import parent
 from measuring.processes import status
 from measuring.step_batches import read
 
-BACKENDS = {"torch": TorchBackend, "fsdp2": Fsdp2Backend}
+BACKENDS: dict[str, Any] = {"torch": (TorchBackend, TorchBackendOptions), "fsdp2": (Fsdp2Backend, Fsdp2Options)}
 
 
 class Rank:
@@ -41,7 +43,8 @@ class Rank:
             devices=TrainerDevices(world_size=job["processes"], per_node=job["processes"]),
             rendezvous=job["rendezvous"] if job["processes"] > 1 else "",
         )
-        self._backend: Any = BACKENDS[job["backend"]](None, context)
+        backend, options = BACKENDS[job["backend"]]
+        self._backend = backend(options(**job["options"]), context)
         self._backend.start()
         self._algorithm = Grpo()
         self._batches = {name: batch_of(rows) for name, rows in read(job["batches"]).items()}

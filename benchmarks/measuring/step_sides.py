@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +27,8 @@ class Side:
     name: str
     backend: str
     processes: int
+    options: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    """The backend's own, where they are not its defaults."""
 
 
 SIDES = (
@@ -36,6 +38,8 @@ SIDES = (
     Side(name="TRL x 2", backend=TRL, processes=2),
     Side(name="AReaL fsdp2 x 2", backend="fsdp2", processes=2),
 )
+COPIES = Side(name="AReaL fsdp2 copied", backend="fsdp2", processes=2, options={"replicate": 2})
+"""When asked for: each process holds all weights, as TRL's do."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,6 +68,7 @@ class Work:
             "model": self.model,
             "batches": dict(self.batches),
             "backend": side.backend,
+            "options": dict(side.options),
             "processes": side.processes,
             "rank": rank,
             "rendezvous": rendezvous,
