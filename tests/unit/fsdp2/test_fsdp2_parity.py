@@ -12,6 +12,7 @@ import torch
 from fsdp2_probe import Mixed
 from safetensors import safe_open
 
+from areal.algorithms.update.packing import micro_batches, pack
 from areal.algorithms.update.tokens import token_batch
 from areal.builtins.torch_backend.backend import TorchBackend
 from areal.contracts.specs import BackendContext, ModelSpec, TrainerDevices, TrainingSpec
@@ -73,7 +74,8 @@ def truth_of(context_of: Callable[..., BackendContext]) -> Callable[[str], tuple
             backend.start()
             logprobs, loss = backend.logprobs(BATCH), 0.0
             totals = {"computed_tokens": BATCH.num_tokens, "computed_groups": 1}
-            for packed in backend._micro_batches(BATCH):
+            for chosen in micro_batches(BATCH.rows, 100):
+                packed = pack(BATCH.rows, chosen, torch.device("cpu"))
                 numbers, entropy = backend._started().token_numbers(packed, BATCH.temperature)
                 value, _ = Mixed().loss(numbers, token_batch(BATCH, packed, numbers.detach(), entropy, **totals))
                 value.backward()
