@@ -50,12 +50,17 @@ def recorded(trainer: Trainer, path: Path) -> Recorded:
     ]
 
 
+ROOTED = ("gloo:gather", "gloo:scatter")
+"""Collectives of which one rank has all parts."""
+
+
 def in_groups(found: list[Collective]) -> dict[str, list[Any]]:
     """Return what all ranks of a group must have alike, by group."""
     groups: dict[str, list[Any]] = defaultdict(list)
     for collective in found:
         if not collective.is_between_two:
-            groups[collective.group].append(collective.order)
+            sizes = () if collective.name in ROOTED else (collective.inputs, collective.outputs)
+            groups[collective.group].append((collective.number, collective.name, *sizes))
     return groups
 
 
@@ -88,17 +93,22 @@ def test_the_order_is_one(four: Trainers, model_path: str, tmp_path: Path, optio
     assert orders[0] == orders[1] == orders[2]
 
 
-def test_every_gathering_of_weights_is_seen(two: Trainers, model_path: str) -> None:
+def test_what_fsdp_asks_for_is_seen(two: Trainers, model_path: str) -> None:
     trainer = two.start(model_path, micro_batch_tokens=10_000)
     starts = [found[-1].place for found in trainer.each("recorded")]
+    sizes = trainer.each("own_sizes")
     trainer.steps(BATCHES[:1])
-    found = zip(starts, trainer.each("recorded"), strict=True)
-    own, other = ([c for c in everything if c.place > start] for start, everything in found)
-    assert in_groups(own) == in_groups(other)
-    names = [collective.name for collective in own if "fsdp" in collective.group]
-    print(names)
-    print(own)
-    assert 0
+    for start, size, found in zip(starts, sizes, trainer.each("recorded"), strict=True):
+        root, *others = [c for c in found if c.place > start][:8]
+        gathered = [c.inputs for c in (root, *others[:4])]
+        assert {c.name for c in (root, *others[:4])} == {"gloo:all_gather"}
+        first = root.inputs[0][0]
+        layer = (size - first) // 2
+        # Two layers forward and back; gloo adds gradients up whole.
+        assert gathered == [((first,),), *[((layer,),)] * 4]
+        assert [(c.name, c.inputs) for c in others[4:]] == [
+            ("gloo:all_reduce", ((2 * part,),)) for part in (layer, layer, first)
+        ]
 
 
 def test_a_file_for_each_rank_tells_it(model_path: str, tmp_path: Path) -> None:

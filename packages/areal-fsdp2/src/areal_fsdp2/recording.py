@@ -27,7 +27,7 @@ Sizes = tuple[tuple[int, ...], ...]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Collective:
-    """One call of a group on this rank. Invariant: what ranks of a group must have alike is `order`."""
+    """One call of a group on this rank. Invariant: all ranks of a group give it the same number and name."""
 
     place: int
     """Among all that this process has begun."""
@@ -41,10 +41,6 @@ class Collective:
     outputs: Sizes
     thread: int
     """Of the caller, as `threading.get_ident` says."""
-
-    @property
-    def order(self) -> tuple[str, int, str, Sizes, Sizes]:
-        return (self.group, self.number, self.name, self.inputs, self.outputs)
 
     def __str__(self) -> str:
         return f"{self.group} {self.number} {self.name} {_written(self.inputs)} -> {_written(self.outputs)}"
