@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import random
 import signal
+import threading
 import time
 from collections.abc import Mapping
 from dataclasses import replace
@@ -25,6 +27,7 @@ from areal.testing.ranks import Ranks, free_rendezvous
 from areal_fsdp2 import export, rollcall
 from areal_fsdp2.backend import Fsdp2Backend
 from areal_fsdp2.options import Fsdp2Options
+from areal_fsdp2.recording import Collective, collectives
 
 BATCHES = [batch_of(sample_rows(seed)) for seed in range(6)]
 TRAINING: dict[str, Any] = {
@@ -85,6 +88,26 @@ class Host:
         except WorkerFailed as error:
             return str(error), time.monotonic() - started
         return "", time.monotonic() - started
+
+    def delay(self, number: int, seed: int) -> None:
+        """Let the update of each unit begin late, by a random time."""
+        rng = random.Random(seed)
+        for unit in self._held[number]._optimizer._updates.units:
+
+            def late(*args: Any, update: Any = unit.update) -> None:
+                time.sleep(rng.uniform(0.0, 0.03))
+                update(*args)
+
+            unit.update = late
+
+    def threads(self, number: int) -> tuple[int, int | None]:
+        """Return who makes this rank's calls, and who its updates."""
+        thread = self._held[number]._optimizer._updates._thread
+        return threading.get_ident(), thread and thread.submit(threading.get_ident).result(10.0)
+
+    def recorded(self, number: int) -> list[Collective]:
+        """Return the collectives of this rank, whoever asked for them."""
+        return collectives()
 
     def own_sizes(self, number: int) -> int:
         """Return how many numbers of the weights this rank holds."""

@@ -32,6 +32,7 @@ from areal_fsdp2.options import Fsdp2Options
 from areal_fsdp2.passes import Passes
 from areal_fsdp2.probing import check_packing
 from areal_fsdp2.publishing import Outgoing
+from areal_fsdp2.recording import OrderFile
 from areal_fsdp2.reference import FrozenReference
 from areal_fsdp2.shards import Part, Shards, parts_of
 from areal_fsdp2.trained import Trained
@@ -58,6 +59,7 @@ class Fsdp2Backend:
         self._sender = BackgroundSender(context.rank)
         self._checkpoints: Checkpoints | None = None
         self._adapters: Adapters | None = None
+        self._order: OrderFile | None = None
         self._outgoing: Outgoing
         self._mesh: Mesh
         self._shards: Shards
@@ -71,6 +73,8 @@ class Fsdp2Backend:
         folder = loading.folder_of(context.model.path)
         self._mesh = Mesh(context, self._options.dimensions(context.devices, context.model))
         _STARTED.add(self)
+        if self._options.record_collectives:
+            self._order = OrderFile(Path(self._options.record_collectives), f"{context.role}-rank-{context.rank}")
         model = make_model(context, self._options, self._mesh, folder)
         parts = parts_of(model.module)
         loading.read([part for part in parts if not lora.is_adapter(part.name)], folder, model.optional)
@@ -80,9 +84,15 @@ class Fsdp2Backend:
         self._passes = Passes(model, self._mesh, context.training.micro_batch_tokens)
         stages = self._mesh.group("pp") if self._mesh.dimensions.pp > 1 else None
         self._optimizer = Optimizer(
-            model, context.training, self._options.adam_eps, self._mesh.device, stages, model.uncounted()
+            model,
+            context.training,
+            self._options.adam_eps,
+            self._mesh.device,
+            stages,
+            model.uncounted(),
+            overlaps=self._options.overlap_update,
         )
-        self._trained = Trained(model.module, self._optimizer.adam)
+        self._trained = Trained(model.module, self._optimizer.adams)
         self._checkpoints = Checkpoints(context.training.step_timeout_s)
         self._tokenizer = load_tokenizer(folder)
         self._model = model
@@ -98,7 +108,7 @@ class Fsdp2Backend:
 
     def logprobs(self, batch: Batch) -> list[tuple[float, ...]]:
         """Return for each row [T] logprobs of its tokens (0 where loss_mask is False) under the current weights."""
-        model = self._started()
+        model = self._started(settled=False)
         check_vocabulary(batch, model.config.vocab_size, self._context.model.path)
         return self._passes.numbers(batch)
 
@@ -113,6 +123,7 @@ class Fsdp2Backend:
 
     def reference_logprobs(self, batch: Batch) -> list[tuple[float, ...]]:
         """Return what `logprobs` does, under the weights of ``actor@0``."""
+        self._started()
         if self._reference is None:
             raise WorkerFailed(
                 "there is no reference: it is frozen before the first step, and this run went on from a checkpoint "
@@ -123,7 +134,7 @@ class Fsdp2Backend:
 
     def train_step(self, batch: Batch, loss: Loss, learning_rate: float | None = None) -> Mapping[str, float]:
         """Make one optimizer update; see the contract. A batch without trained tokens moves the schedule only."""
-        self._started()
+        self._started(settled=False)
         rate = scheduled_rate(self._context.training, self._num_updates) if learning_rate is None else learning_rate
         self._num_updates += learning_rate is None
         statistics = self._passes.accumulate(batch, loss, self._optimizer)
@@ -159,7 +170,7 @@ class Fsdp2Backend:
 
     def finish_send(self) -> Receipt:
         """Send what `begin_send` took; TransferFailed."""
-        self._started()
+        self._started(settled=False)
         return self._outgoing.finish()
 
     def save(self, path: str) -> None:
@@ -176,7 +187,7 @@ class Fsdp2Backend:
 
     def finish_save(self) -> None:
         """Wait until the last `save` is whole on disk; JournalError where it cannot be written."""
-        self._started()
+        self._started(settled=False)
         assert self._checkpoints is not None
         self._checkpoints.finish()
 
@@ -235,15 +246,25 @@ class Fsdp2Backend:
     def close(self) -> None:
         """Close the sender, if there is one; the last backend of a process leaves the process group."""
         self._sender.close()
+        if self._model is not None:
+            self._optimizer.close()
         if self._checkpoints is not None:
             self._checkpoints.close()
+        if self._order is not None:
+            self._order.close()
         self._model = None
         if self in _STARTED:
             _STARTED.discard(self)
             if not _STARTED:
                 leave()
 
-    def _started(self) -> PackedModel:
+    def _started(self, *, settled: bool = True) -> PackedModel:
+        """Return the model, once its last update is made; WorkerFailed before `start`, and where the update failed.
+
+        Not `settled` is for those only who leave weights, gradients and moments to forward passes, or look at none.
+        """
         if self._model is None:
             raise WorkerFailed("the backend was used before start; call start first")
+        if settled:
+            self._optimizer.settle()
         return self._model

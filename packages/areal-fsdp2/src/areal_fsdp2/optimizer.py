@@ -14,6 +14,7 @@ from torch.distributed.tensor import DTensor
 
 from areal.contracts.specs import TrainingSpec
 from areal_fsdp2.shards import local
+from areal_fsdp2.updates import Unit, Updates, by_module
 
 DYNAMIC_SCALE = 2.0**16
 """Where a dynamic loss scale starts; the first updates may be skipped until it has fallen far enough."""
@@ -54,7 +55,11 @@ class LossScale:
 
 
 class Optimizer:
-    """Invariant: an update with a non-finite gradient leaves weights and moments as they were, on every rank."""
+    """Invariant: an update with a non-finite gradient leaves weights and moments as they were, on every rank.
+
+    Where the weights rest in the host's memory, an update may go on beside what comes after `step`: see `settle`. In a
+    device's memory it is queued behind the backward pass, and does not make the host wait anyway.
+    """
 
     def __init__(
         self,
@@ -64,22 +69,37 @@ class Optimizer:
         device: torch.device,
         stages: dist.ProcessGroup | None = None,
         copies: Sequence[Tensor] = (),
+        *,
+        overlaps: bool = True,
     ) -> None:
-        """`stages`: the ranks that hold the other layers of this rank's part of a pipeline; `copies`: parameters that
-        another stage has too and counts."""
+        """`module`: an FSDP module; `stages`: the ranks that hold the other layers of this rank's part of a pipeline;
+        `copies`: parameters that another stage has too and counts; `overlaps`: whether an update may go on."""
         self._parameters = [parameter for parameter in module.parameters() if parameter.requires_grad]
         self._stages = stages
         left_out = {id(parameter) for parameter in copies}
         self._counted = [parameter for parameter in self._parameters if id(parameter) not in left_out]
         self._grad_clip = training.grad_clip
         self.scale = LossScale(training)
-        self.adam = torch.optim.AdamW(
-            _groups(self._parameters, training.weight_decay),
-            lr=training.learning_rate,
-            betas=training.betas,
-            eps=eps,
-            fused=device.type in ("cpu", "cuda"),
-        )
+        rests_in_host = all(parameter.device.type == "cpu" for parameter in self._parameters)
+
+        def adam_of(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
+            return torch.optim.AdamW(
+                _groups(parameters, training.weight_decay),
+                lr=training.learning_rate,
+                betas=training.betas,
+                eps=eps,
+                fused=device.type in ("cpu", "cuda"),
+            )
+
+        overlaps = overlaps and rests_in_host
+        parts = by_module(module, self._parameters) if overlaps else [(module, self._parameters)]
+        units = [Unit(part, adam_of(parameters)) for part, parameters in parts]
+        self._updates = Updates(units, training.step_timeout_s, overlaps=overlaps)
+
+    @property
+    def adams(self) -> list[torch.optim.Optimizer]:
+        """What holds the moments; each parameter is in one of them. To be looked at after `settle`."""
+        return [unit.adam for unit in self._updates.units]
 
     def backward(self, loss: Tensor) -> None:
         """Add the gradient of `loss` to what has been collected since the last `step`."""
@@ -91,26 +111,35 @@ class Optimizer:
 
     @torch.no_grad()
     def step(self, learning_rate: float) -> tuple[float, bool]:
-        """Update the weights with the collected gradient and forget it.
+        """Update the weights with the collected gradient and forget it, or begin to.
 
         Returns the global norm of the gradient before clipping, and whether the update was skipped because the
-        gradient was not finite.
+        gradient was not finite. Raises as `settle`.
         """
+        self.settle()
         norm = total_norm(self._counted, self._stages) / self.scale.value
         finite = bool(norm.isfinite())
-        if finite:
-            factor = 1.0 / self.scale.value
-            if self._grad_clip:
-                factor = factor * min(1.0, self._grad_clip / (float(norm) + 1e-6))
-            if factor != 1.0:
-                for gradient in _gradients(self._parameters):
-                    local(gradient).mul_(factor)
-            for group in self.adam.param_groups:
-                group["lr"] = learning_rate
-            self.adam.step()
+        factor = 1.0 / self.scale.value
+        if self._grad_clip:
+            factor = factor * min(1.0, self._grad_clip / (float(norm) + 1e-6))
         self.scale.update(finite)
-        self.adam.zero_grad()
+        if finite:
+            self._updates.begin(factor, learning_rate)
+        else:
+            for parameter in self._parameters:
+                parameter.grad = None
         return float(norm), not finite
+
+    def settle(self) -> None:
+        """Return once the last update is made; before, only forward passes may use weights, which wait by themselves.
+
+        WorkerFailed where it failed, or did not end within the deadline of a step.
+        """
+        self._updates.settle()
+
+    def close(self) -> None:
+        """End what updates the weights. Idempotent."""
+        self._updates.close()
 
 
 def total_norm(parameters: list[nn.Parameter], stages: dist.ProcessGroup | None = None) -> Tensor:
@@ -144,10 +173,6 @@ def _spread(parameter: Tensor) -> tuple[DeviceMesh | None, tuple[int, ...]]:
         return None, ()
     axes = tuple(axis for axis, placement in enumerate(parameter.placements) if not placement.is_replicate())
     return parameter.device_mesh, axes
-
-
-def _gradients(parameters: list[nn.Parameter]) -> list[Tensor]:
-    return [parameter.grad for parameter in parameters if parameter.grad is not None]
 
 
 def _groups(parameters: list[nn.Parameter], weight_decay: float) -> list[dict[str, Any]]:

@@ -52,6 +52,10 @@ class Fsdp2Options(DistributedOptions):
     """Added to the root of Adam's second moment."""
     cpu_offload: bool = False
     """Weights, gradients and moments rest in the host's memory, and the update is made there."""
+    overlap_update: bool = True
+    """An update in the host's memory goes on beside the next work, which waits for each layer's weights only."""
+    record_collectives: str = ""
+    """A folder where each rank writes in which order it has begun its last collectives; empty: nowhere."""
 
     lora: LoraOptions | None = None
     """Train LoRA factors in place of all weights (extra ``lora``); with data and sequence parallelism only."""

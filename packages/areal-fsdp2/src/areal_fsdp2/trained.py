@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -15,8 +15,11 @@ MOMENTS = ("exp_avg", "exp_avg_sq")
 class Trained:
     """Invariant: a parameter has both moments or none, and as many steps on every rank."""
 
-    def __init__(self, module: nn.Module, adam: torch.optim.Optimizer) -> None:
-        self._adam = adam
+    def __init__(self, module: nn.Module, adams: Sequence[torch.optim.Optimizer]) -> None:
+        """`adams`: each trained parameter is in one of them."""
+        self._adams = {
+            parameter: adam for adam in adams for group in adam.param_groups for parameter in group["params"]
+        }
         self._named = [(name, parameter) for name, parameter in module.named_parameters() if parameter.requires_grad]
         self.parts = [part for name, parameter in self._named for part in parts_of_parameter(name, parameter)]
 
@@ -41,17 +44,18 @@ class Trained:
     def restart(self, steps: Mapping[str, float]) -> None:
         """Set the numbers of updates; moments of parameters with some are made anew, as 0, the others are forgotten."""
         for name, parameter in self._named:
+            adam = self._adams[parameter]
             if (step := steps.get(_key(name, parameter))) is None:
-                self._adam.state.pop(parameter, None)
+                adam.state.pop(parameter, None)
                 continue
-            is_fused = bool(self._adam.defaults.get("fused"))
+            is_fused = bool(adam.defaults.get("fused"))
             state: dict[str, Tensor] = {kind: torch.zeros_like(parameter) for kind in MOMENTS}
             device = local(parameter).device if is_fused else torch.device("cpu")
             state["step"] = torch.tensor(step, dtype=torch.float32, device=device)
-            self._adam.state[parameter] = state
+            adam.state[parameter] = state
 
     def _state(self, parameter: nn.Parameter) -> Mapping[str, Tensor]:
-        return self._adam.state.get(parameter, {})
+        return self._adams[parameter].state.get(parameter, {})
 
 
 def _key(name: str, parameter: nn.Parameter) -> str:
