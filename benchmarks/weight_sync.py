@@ -14,8 +14,8 @@ on rank 0, and each rank saving its own shards, both with safetensors and fsync,
 
 The roads take turns of `--repeats` updates, `--rounds` times. The first two updates of a turn are cold (memory touched
 for the first time, which is two segments with shared memory; groups made; for deltas the whole model) and do not count;
-the first is shown apart. Between two updates a share of the weights changes at random places: 0.4 % and 3 % for the deltas.
-What updates by AdamW change, in a model (--model) or in normal weights of deviation 0.02, is measured beside it
+the first is shown apart. Between two updates a share of the weights changes at random places: 0.4 % and 3 % for the
+deltas. What updates by AdamW change, in a model (--model) or in normal weights of deviation 0.02, is measured beside it
 (measuring/sync_updates.py says with which gradients).
 """
 
