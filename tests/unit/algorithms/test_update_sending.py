@@ -14,34 +14,28 @@ from areal.contracts.component import Component
 from areal.contracts.transfer import Layout, Plan, Receipt, Transfer
 from areal.errors import TransferFailed
 
-MADE: list[Noted] = []
+MADE: list[Plain] = []
 Tensors = Iterable[tuple[str, torch.Tensor]]
 
 
-class Noted:
-    """A resharder and its sender in one. Invariant: `log` is what it was asked, in order."""
+class Plain:
+    """A resharder and its sender, which sends in one go.
 
-    def __init__(self, options: Any = None, run_dir: str = "") -> None:
-        self.log: list[str] = []
-        self.asked: tuple[str, int] = ("", -1)
-
-    def sender(self, plan: Plan, rank: int = 0) -> Noted:
-        self.asked = plan.uid, rank
-        MADE.append(self)
-        return self
-
-    def interrupt(self) -> None:
-        self.log.append("interrupt")
-
-    def close(self) -> None:
-        self.log.append("close")
-
-
-class Plain(Noted):
-    """Sends in one go. Invariant: `sent` is the last version's tensors as they are now."""
+    Invariant: `log` is what it was asked, in order, and `sent` the last version's tensors as they are now.
+    """
 
     sent: dict[str, torch.Tensor]
     may_end = threading.Event()
+
+    def __init__(self, options: Any = None, run_dir: str = "") -> None:
+        MADE.append(self)
+        self.log: list[str] = []
+
+    def sender(self, plan: Plan, rank: int = 0) -> Plain:
+        return self
+
+    def close(self) -> None:
+        self.log.append("close")
 
     def send(self, version: int, tensors: Tensors, deadline_s: float) -> Receipt:
         self.sent = dict(tensors)
@@ -50,7 +44,7 @@ class Plain(Noted):
         return Receipt(version=version, checksums={})
 
     def interrupt(self) -> None:
-        super().interrupt()
+        self.log.append("interrupt")
         self.may_end.set()
 
 
@@ -66,7 +60,7 @@ class InHalves(Plain):
         return Receipt(version=0, checksums={})
 
 
-def transfer(uid: str, version: int = 1, kind: str = "Noted", dtypes: tuple[str, ...] = ()) -> Transfer:
+def transfer(uid: str, version: int = 1, kind: str = "Plain", dtypes: tuple[str, ...] = ()) -> Transfer:
     targets = tuple(Layout(host="here", dtype=dtype) for dtype in dtypes)
     plan = Plan(uid=uid, source=Layout(host="here"), targets=targets)
     resharder = Component(name="noted", factory=f"{__name__}:{kind}")
@@ -104,13 +98,13 @@ def test_the_copies_memory_is_used_again() -> None:
     Plain.may_end.set()
     kept, addresses = BackgroundSender(), set[int]()
     for version in (1, 2):
-        kept.take(transfer("p", version, "Plain", ("float32",)), {"a": torch.ones(8)}.items())
+        kept.take(transfer("p", version, dtypes=("float32",)), {"a": torch.ones(8)}.items())
         kept.deliver()
-        addresses.add(sender_of(kept, transfer("p", version, "Plain")).sent["a"].data_ptr())
+        addresses.add(sender_of(kept, transfer("p", version)).sent["a"].data_ptr())
     assert len(addresses) == 1
-    kept.take(transfer("p", 3, "Plain", ("float32",)), {"a": torch.ones(9)}.items())
+    kept.take(transfer("p", 3, dtypes=("float32",)), {"a": torch.ones(9)}.items())
     kept.deliver()
-    assert sender_of(kept, transfer("p", 3, "Plain")).sent["a"].shape == (9,)
+    assert sender_of(kept, transfer("p", 3)).sent["a"].shape == (9,)
 
 
 def test_a_delivery_without_something_taken_is_refused() -> None:
@@ -118,7 +112,7 @@ def test_a_delivery_without_something_taken_is_refused() -> None:
     kept = BackgroundSender()
     with pytest.raises(TransferFailed, match="had not begun"):
         kept.deliver()
-    kept.take(transfer("p", 1, "Plain"), ())
+    kept.take(transfer("p", 1), ())
     kept.deliver()
     with pytest.raises(TransferFailed, match="had not begun"):
         kept.deliver()
@@ -128,7 +122,7 @@ def test_closing_ends_a_delivery_first() -> None:
     MADE.clear()
     Plain.may_end.clear()
     kept = BackgroundSender()
-    kept.take(transfer("p", 1, "Plain"), ())
+    kept.take(transfer("p", 1), ())
     delivering = threading.Thread(target=kept.deliver)
     delivering.start()
     while not MADE[0].log:
