@@ -24,7 +24,7 @@ SMALL = (
     f"engine.python={PYTHON}",
     "engine.kv_cache_memory_bytes=67108864",
 )
-STEPS = 12
+STEPS = 60
 
 pytestmark = pytest.mark.skipif(not PYTHON.exists(), reason="there is no vLLM here: make test-vllm brings it")
 
