@@ -94,6 +94,14 @@ def test_what_was_taken_is_delivered_whatever_happens_to_it_meanwhile(
     assert sender.log == wanted
 
 
+def test_whole_numbers_travel_as_they_are() -> None:
+    Plain.may_end.set()
+    kept, numbers = BackgroundSender(), torch.tensor([257, 123456789])
+    kept.take(transfer("p", 1, dtypes=("bfloat16",)), {"buffer": numbers}.items())
+    kept.deliver()
+    assert sender_of(kept, transfer("p", 1)).sent["buffer"].tolist() == [257, 123456789]
+
+
 def test_the_copies_memory_is_used_again() -> None:
     Plain.may_end.set()
     kept, addresses = BackgroundSender(), set[int]()

@@ -79,6 +79,15 @@ def test_a_model_that_is_not_here_is_not_judged() -> None:
     assert "does not divide" in options.problem(TrainerDevices(world_size=6), ModelSpec(path="x/y"), TrainingSpec())
 
 
+@pytest.mark.parametrize(
+    "text", ["[1, 2]", '"text"', '{"num_attention_heads": "four"}', '{"text_config": "x"}', '{"vocab_size": [1, 2]}']
+)
+def test_a_configuration_of_another_form_is_left_to_whoever_loads_it(tmp_path: Path, text: str) -> None:
+    (tmp_path / "config.json").write_text(text, encoding="utf-8")
+    devices = TrainerDevices(world_size=2, per_node=2)
+    assert Fsdp2Options().problem(devices, ModelSpec(path=str(tmp_path)), TrainingSpec()) == ""
+
+
 def test_an_empty_path_is_the_bundled_tiny_model() -> None:
     said = Fsdp2Options(tp=4).problem(TrainerDevices(world_size=4), ModelSpec(), TrainingSpec())
     assert said == "tp 4 does not divide the model's 2 key-value heads; use 2"

@@ -116,7 +116,8 @@ def test_a_file_for_each_rank_tells_it(model_path: str, tmp_path: Path) -> None:
     backend.start()
     backend.logprobs(BATCHES[0])
     backend.close()
-    lines = (tmp_path / "order" / "actor-rank-0.txt").read_text(encoding="utf-8").splitlines()
+    (file,) = (tmp_path / "order").glob("actor-rank-0-process-*.txt")
+    lines = file.read_text(encoding="utf-8").splitlines()
     assert "gloo:all_gather" in lines[-1]
     assert [thread.name for thread in threading.enumerate() if thread.name == "areal-record"] == []
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Mapping
 from dataclasses import replace
@@ -74,7 +75,9 @@ class Fsdp2Backend:
         self._mesh = Mesh(context, self._options.dimensions(context.devices, context.model))
         _STARTED.add(self)
         if self._options.record_collectives:
-            self._order = OrderFile(Path(self._options.record_collectives), f"{context.role}-rank-{context.rank}")
+            # A successor's is another file: what its predecessor hung in is still to be read.
+            name = f"{context.role}-rank-{context.rank}-process-{os.getpid()}"
+            self._order = OrderFile(Path(self._options.record_collectives), name)
         model = make_model(context, self._options, self._mesh, folder)
         parts = parts_of(model.module)
         loading.read([part for part in parts if not lora.is_adapter(part.name)], folder, model.optional)

@@ -40,13 +40,14 @@ def shape_of(model: ModelSpec) -> Shape | None:
     if not model.path:
         return TINY
     try:
-        config: dict[str, Any] = json.loads((Path(model.path) / "config.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+        config: Any = json.loads((Path(model.path) / "config.json").read_text(encoding="utf-8"))
+        config |= config.get("text_config") or {}
+    except (OSError, ValueError, TypeError, AttributeError):  # loading it says what is wrong
         return None
-    config |= config.get("text_config") or {}
 
     def size(*names: str) -> int:
-        return next((int(config[name]) for name in names if config.get(name)), 0)
+        # Some families have a list, a number for each layer.
+        return next((config[name] for name in names if isinstance(config.get(name), int) and config[name]), 0)
 
     heads = size("num_attention_heads", "n_head")
     return Shape(

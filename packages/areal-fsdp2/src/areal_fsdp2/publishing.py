@@ -37,7 +37,12 @@ class Outgoing:
         """
         self._receipt = None
         if transfer.plan.source.num_ranks == 1 or (transfer.plan.source.pieces and self._shards.pieces[self._rank]):
-            self._sender.take(transfer, self._shards.own())
+            tensors = self._shards.own()
+            try:
+                self._sender.take(transfer, tensors)
+            finally:
+                for _ in tensors:  # merging gathers on all ranks, and the others do not know of a sender that gave up
+                    pass
         else:
             self._receipt = self.send(transfer)
 

@@ -26,7 +26,7 @@ class Sender(Protocol):
 
 
 @runtime_checkable
-class Takes(Protocol):
+class Takes(Sender, Protocol):
     """Optional, for senders that copy into memory of their own: `send` in two halves.
 
     Invariant: `take` and then `deliver` do what `send` does, and what `take` has returned for may change.

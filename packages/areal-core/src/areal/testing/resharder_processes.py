@@ -7,15 +7,16 @@ import os
 import signal
 import time
 import traceback
-from collections.abc import Iterator
-from functools import cache
+from collections.abc import Iterable, Iterator
+from functools import cache, partial
 from math import prod
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
 from areal.contracts.component import Component
-from areal.contracts.transfer import Layout, Piece, Plan, TensorSpec, checksum, piece_name, pieces_of
+from areal.contracts.resharder import Takes
+from areal.contracts.transfer import Layout, Piece, Plan, Receipt, TensorSpec, checksum, piece_name, pieces_of
 from areal.errors import TransferFailed
 
 if TYPE_CHECKING:
@@ -113,6 +114,15 @@ def describe(name: str, tensor: Tensor) -> Arrival:
     return name, tuple(tensor.shape), str(tensor.dtype).removeprefix("torch."), checksum(tensor)
 
 
+def _in_halves(sender: Takes, version: int, tensors: Iterable[tuple[str, Tensor]], deadline_s: float) -> Receipt:
+    """Send what changes once it is taken, as a trainer's weights do."""
+    own = [(name, tensor.clone()) for name, tensor in tensors]
+    sender.take(version, own, deadline_s)
+    for _, tensor in own:
+        tensor.zero_()
+    return sender.deliver()
+
+
 class Halves:
     """Lives in a child process. Invariant: one half per plan and role, kept as a worker would keep it."""
 
@@ -124,7 +134,10 @@ class Halves:
         self, half: tuple[Component, Any, Plan], version: int, deadline_s: float, fault: str, rank: int = 0
     ) -> dict[str, Any]:
         sent = self._stream(version, fault, half[2].source, rank)
-        receipt = self._half(half, -1 - rank).send(version, sent, deadline_s)
+        sender = self._half(half, -1 - rank)
+        in_halves = isinstance(sender, Takes) and not fault and version % 2 == 1
+        send = partial(_in_halves, sender) if in_halves else sender.send
+        receipt: Receipt = send(version, sent, deadline_s)
         return {"version": receipt.version, "checksums": dict(receipt.checksums), "num_bytes": receipt.num_bytes}
 
     def receive(

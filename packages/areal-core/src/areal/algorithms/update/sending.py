@@ -92,7 +92,8 @@ class BackgroundSender:
         dtype = _common_dtype(plan)
         old, copies = self._copies, list[tuple[str, Tensor]]()
         for number, (name, tensor) in enumerate(tensors):
-            copy = tensor.new_empty(tensor.shape, dtype=dtype or tensor.dtype)
+            wanted = dtype if dtype is not None and tensor.is_floating_point() else tensor.dtype
+            copy = tensor.new_empty(tensor.shape, dtype=wanted)
             if number < len(old) and (old[number].shape, old[number].dtype) == (copy.shape, copy.dtype):
                 copy = old[number]
             copies.append((name, copy.copy_(tensor)))
