@@ -5,6 +5,7 @@ from __future__ import annotations
 import socket
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from mmap import PAGESIZE
 from typing import Any
 
 import pytest
@@ -88,7 +89,8 @@ def test_no_room_in_shared_memory_means_the_collective(monkeypatch: pytest.Monke
     asked: list[int] = []
     monkeypatch.setattr(xccl, "room_for", lambda size: asked.append(size))
     assert make_plan(SOURCE, Layout(host="one", dtype="bfloat16")).details["road"] == "collective"
-    assert asked == [2 * 3 * 500 * 40 * 2]
+    whole_pages = -(-500 * 40 * 2 // PAGESIZE) * PAGESIZE
+    assert asked == [2 * (3 * whole_pages + PAGESIZE)], "two segments, each with a page of counts"
 
 
 def test_every_plan_has_its_own_uid() -> None:

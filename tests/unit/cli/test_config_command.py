@@ -26,7 +26,7 @@ def test_overrides_selections_and_files(tmp_path):
     result = call(str(path), "training.learning_rate=1e-6", "--reshard", "xccl", "--device", "cpu")
     plain = yaml.safe_load(result.stdout)
     assert (plain["seed"], plain["training"]["learning_rate"]) == (3, 1e-6)
-    assert (plain["reshard"], plain["device"]) == ({"name": "xccl"}, "cpu")
+    assert (plain["reshard"], plain["device"]) == ({"name": "xccl", "overlap": True}, "cpu")
 
 
 def test_first_argument_may_be_an_override():
