@@ -28,7 +28,7 @@ from measuring.step_batches import CASES, num_tokens, padded_tokens, write
 from measuring.step_models import write_model
 from measuring.step_sides import COPIES, SIDES, TRL, Running, Side, Work, moved_apart
 from measuring.sync_models import SIZES
-from measuring.trl_environment import trl_python
+from measuring.trl_environment import add_trl_arguments, trl_python
 
 CHECK_STEPS = 3
 CHECK = {"size": "tiny", "groups": 4, "group_size": 4, "tokens": 48, "micro_batch_tokens": 256, "learning_rate": 1e-3}
@@ -224,13 +224,7 @@ def arguments(words: Sequence[str]) -> argparse.Namespace:
     )
     parser.add_argument("--cores", type=int, default=2, help="cores and threads of each side, an even number")
     parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--trl-python", help="Python that has TRL 1.16.0; else .venvs/trl, made if need be")
-    parser.add_argument(
-        "--trl-wait-policy",
-        choices=["default", "passive"],
-        default="default",
-        help="passive: OMP_WAIT_POLICY=PASSIVE for TRL, kinder to it on a machine that is not quiet",
-    )
+    add_trl_arguments(parser)
     parser.add_argument("--no-check", action="store_true", help="leave out the tiny model's steps")
     parser.add_argument("--deadline-s", type=float, default=900.0, help="longest time for one step of one side")
     parser.add_argument("--folder", type=Path, help="where logs are written; else below runs/benchmarks")

@@ -20,7 +20,7 @@ from measuring.areal_side import issued_prompts, run_areal
 from measuring.cases import CASES, Case, initial_model
 from measuring.curve import Curve, median_of, show, table
 from measuring.processes import new_folder
-from measuring.trl_environment import trl_python
+from measuring.trl_environment import add_trl_arguments, trl_python
 from measuring.trl_side import run_trl
 
 GOALS = {"a": 1.3, "b": 1.6, "c": 3.0}
@@ -57,13 +57,7 @@ def arguments() -> argparse.Namespace:
         help="of SmolLM2 on every side; auto: bf16 where the processor has it",
     )
     parser.add_argument("--smollm2", help="folder of SmolLM2-135M-Instruct; else: areal models pull smollm2")
-    parser.add_argument("--trl-python", help="Python that has TRL 1.16.0; else .venvs/trl, made if need be")
-    parser.add_argument(
-        "--trl-wait-policy",
-        choices=["default", "passive"],
-        default="default",
-        help="passive: OMP_WAIT_POLICY=PASSIVE for TRL, kinder to it on a machine that is not quiet",
-    )
+    add_trl_arguments(parser)
     parser.add_argument("--no-sync", action="store_true", help="leave out our synchronous side")
     parser.add_argument("--deadline-s", type=float, default=3600.0, help="longest time for one side's run")
     parser.add_argument("--folder", type=Path, help="where everything is written; else below runs/benchmarks")

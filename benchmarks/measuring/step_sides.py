@@ -14,6 +14,7 @@ from safetensors.torch import load_file
 from areal.builtins.accelerators.cpu import thread_environment
 from areal.testing.ranks import free_rendezvous
 from measuring.peer import START_S, Peer
+from measuring.trl_environment import trl_variables
 
 TRL = "trl"
 ENDLESS = 1_000_000
@@ -141,13 +142,7 @@ def variables_of(side: Side, rank: int, cores: int, rendezvous: str, wait_policy
     threads = cores // side.processes
     if side.backend != TRL:
         return thread_environment(threads)
-    variables = {
-        "OMP_NUM_THREADS": str(threads),
-        "HF_HUB_OFFLINE": "1",
-        "TOKENIZERS_PARALLELISM": "false",
-        "TRL_EXPERIMENTAL_SILENCE": "1",
-        **({"OMP_WAIT_POLICY": "PASSIVE"} if wait_policy == "passive" else {}),
-    }
+    variables = trl_variables(threads, wait_policy) | {"TRL_EXPERIMENTAL_SILENCE": "1"}
     if side.processes == 1:
         return variables
     host, port = rendezvous.split(":")

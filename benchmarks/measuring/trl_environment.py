@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 import time
+from argparse import ArgumentParser
 from importlib import metadata
 from pathlib import Path
 
@@ -26,6 +27,27 @@ def trl_python(given: str | None = None, *, making_s: float = MAKING_S) -> str:
     if found != TRL:
         raise SystemExit(f"{python} has TRL {found or 'not at all'}, this is written for {TRL}")
     return python
+
+
+def add_trl_arguments(parser: ArgumentParser) -> None:
+    """Let the user say which Python TRL runs in, and how its threads wait."""
+    parser.add_argument("--trl-python", help=f"Python that has TRL {TRL}; else .venvs/trl, made if need be")
+    parser.add_argument(
+        "--trl-wait-policy",
+        choices=["default", "passive"],
+        default="default",
+        help="passive: OMP_WAIT_POLICY=PASSIVE for TRL, kinder to it on a machine that is not quiet",
+    )
+
+
+def trl_variables(threads: int, wait_policy: str) -> dict[str, str]:
+    """Return the environment of a process of TRL's, as its users set it."""
+    return {
+        "OMP_NUM_THREADS": str(threads),
+        "HF_HUB_OFFLINE": "1",
+        "TOKENIZERS_PARALLELISM": "false",
+        **({"OMP_WAIT_POLICY": "PASSIVE"} if wait_policy == "passive" else {}),
+    }
 
 
 def _trl_version(python: str) -> str:

@@ -9,6 +9,7 @@ from typing import Any
 
 from measuring.curve import Curve
 from measuring.processes import ROOT, run_process
+from measuring.trl_environment import trl_variables
 
 
 def run_trl(
@@ -27,13 +28,7 @@ def run_trl(
     (folder / "prompts.jsonl").write_text("".join(json.dumps(prompt) + "\n" for prompt in prompts), encoding="utf-8")
     paths = {"prompts": str(folder / "prompts.jsonl"), "output": str(output), "folder": str(folder)}
     (folder / "job.json").write_text(json.dumps({**job, **paths, "threads": cores}, indent=2), encoding="utf-8")
-    environment = {
-        "PYTHONPATH": str(ROOT / "benchmarks"),
-        "OMP_NUM_THREADS": str(cores),
-        "HF_HUB_OFFLINE": "1",
-        "TOKENIZERS_PARALLELISM": "false",
-        **({"OMP_WAIT_POLICY": "PASSIVE"} if wait_policy == "passive" else {}),
-    }
+    environment = {"PYTHONPATH": str(ROOT / "benchmarks"), **trl_variables(cores, wait_policy)}
     started, ended = run_process(
         [python, "-m", "measuring.trl_train", str(folder / "job.json")],
         log=folder / "log",

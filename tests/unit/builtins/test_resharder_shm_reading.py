@@ -6,7 +6,7 @@ import multiprocessing
 import threading
 import time
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -19,7 +19,7 @@ from areal.builtins.resharders.segment import Form, Progress
 from areal.builtins.resharders.shm import plan_folder, shm_sender
 from areal.builtins.resharders.shm_receiver import ShmReceiver
 from areal.builtins.resharders.xccl import XcclResharder
-from areal.contracts.transfer import Layout, Piece, Plan, TensorSpec
+from areal.contracts.transfer import Layout, Piece, Plan, Receipt, TensorSpec
 from areal.errors import TransferFailed
 
 NAMES = ("a", "b", "c", "d")
@@ -81,6 +81,12 @@ def weights(value: float) -> list[tuple[str, torch.Tensor]]:
     return [(name, torch.full((ROWS, 3), float(value))) for name in NAMES]
 
 
+def begin(pool: ThreadPoolExecutor, senders: list[Any], version: int = 1) -> tuple[list[Tap], list[Future[Receipt]]]:
+    """Have all ranks send a version of weights that are its number, each as far as its tap lets them through."""
+    taps = [Tap(version) for _ in senders]
+    return taps, [pool.submit(sender.send, version, tap, 60) for sender, tap in zip(senders, taps, strict=True)]
+
+
 def publish(pool: ThreadPoolExecutor, senders: list[Any], version: int, value: float) -> None:
     for future in [pool.submit(sender.send, version, weights(value), 30) for sender in senders]:
         future.result()
@@ -91,8 +97,7 @@ def test_each_tensor_comes_when_all_ranks_have_written_it(
 ) -> None:
     receiver = ShmReceiver(plan, 0)
     for version in (1, 2, 3):
-        taps = [Tap(version) for _ in senders]
-        sending = [pool.submit(sender.send, version, tap, 60) for sender, tap in zip(senders, taps, strict=True)]
+        taps, sending = begin(pool, senders, version)
         reading = receiver.receive(version, 60)
         for tap in taps[1:]:
             tap.let(len(NAMES))
@@ -112,8 +117,7 @@ def test_each_tensor_comes_when_all_ranks_have_written_it(
 def test_what_a_consumer_writes_hides_nothing_that_comes_later(
     plan: Plan, senders: list[Any], pool: ThreadPoolExecutor
 ) -> None:
-    taps = [Tap(1) for _ in senders]
-    sending = [pool.submit(sender.send, 1, tap, 60) for sender, tap in zip(senders, taps, strict=True)]
+    taps, sending = begin(pool, senders)
     reading = ShmReceiver(plan, 0).receive(1, 60)
     for _ in NAMES:
         for tap in taps:
@@ -127,8 +131,8 @@ def test_what_a_consumer_writes_hides_nothing_that_comes_later(
 
 
 def test_a_version_that_is_given_up_half_way_raises(plan: Plan, senders: list[Any], pool: ThreadPoolExecutor) -> None:
-    receiver, taps = ShmReceiver(plan, 0), [Tap(1) for _ in senders]
-    sending = [pool.submit(sender.send, 1, tap, 60) for sender, tap in zip(senders, taps, strict=True)]
+    receiver = ShmReceiver(plan, 0)
+    taps, sending = begin(pool, senders)
     reading = receiver.receive(1, 60)
     for tap in taps:
         tap.let(2)
@@ -149,8 +153,8 @@ def test_a_version_that_is_given_up_half_way_raises(plan: Plan, senders: list[An
 
 
 def test_two_attempts_are_never_mixed(plan: Plan, senders: list[Any], pool: ThreadPoolExecutor) -> None:
-    receiver, taps = ShmReceiver(plan, 0), [Tap(1) for _ in senders]
-    sending = [pool.submit(sender.send, 1, tap, 60) for sender, tap in zip(senders, taps, strict=True)]
+    receiver = ShmReceiver(plan, 0)
+    taps, sending = begin(pool, senders)
     reading = receiver.receive(1, 60)
     for tap in taps:
         tap.let(1)
@@ -183,8 +187,7 @@ def test_where_stores_are_not_ordered_only_whole_versions_are_read(
     plan: Plan, senders: list[Any], pool: ThreadPoolExecutor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(shm_receiver, "ORDERS_STORES", False)
-    taps = [Tap(1) for _ in senders]
-    sending = [pool.submit(sender.send, 1, tap, 60) for sender, tap in zip(senders, taps, strict=True)]
+    taps, sending = begin(pool, senders)
     reading = ShmReceiver(plan, 0).receive(1, 60)
     arriving = pool.submit(next, reading)
     for tap in taps:
@@ -199,8 +202,7 @@ def test_where_stores_are_not_ordered_only_whole_versions_are_read(
 
 
 def test_a_late_rank_is_named_with_what_it_wrote(plan: Plan, senders: list[Any], pool: ThreadPoolExecutor) -> None:
-    taps = [Tap(1) for _ in senders]
-    sending = [pool.submit(sender.send, 1, tap, 60) for sender, tap in zip(senders, taps, strict=True)]
+    taps, sending = begin(pool, senders)
     for tap in taps[:-1]:
         tap.let(len(NAMES))
     taps[-1].let(1)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import uuid
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -13,10 +14,11 @@ from flow_samples import handle_of, until
 from areal.cluster.inline import InlineHandle
 from areal.contracts.cluster import Handle
 from areal.contracts.component import Component
-from areal.contracts.transfer import Layout, Receipt, Transfer
+from areal.contracts.transfer import Layout, Plan, Receipt, Transfer
 from areal.errors import TrainerLost, TransferFailed
 from areal.flow import publishing as publishing_module
 from areal.flow.engine.fleet import Fleet
+from areal.flow.prompts.pacing import Pacing
 from areal.flow.publishing import ATTEMPTS, Publishing
 from areal.flow.sharing import OwnDevices
 from areal.flow.tasks import TaskSet
@@ -68,9 +70,7 @@ class Roads:
     def __init__(self, options: Any, run_dir: str) -> None: ...
 
     def plan(self, source: Layout, targets: Any) -> Any:
-        from areal.contracts.transfer import Plan
-
-        return Plan(uid=str(id(object())), source=source, targets=tuple(targets))
+        return Plan(uid=uuid.uuid4().hex, source=source, targets=tuple(targets))
 
 
 class Site:
@@ -90,7 +90,7 @@ class Site:
             ),
             fleet=self.fleet,
             journal=SimpleNamespace(published=noted),  # type: ignore[arg-type]
-            pacing=SimpleNamespace(publish=noted),  # type: ignore[arg-type]
+            pacing=Pacing(batch_size=1, max_staleness=0, max_steps=9, served=0, num_issued=0, num_dropped=0),
             keeper=SimpleNamespace(lost=self.engine_lost),  # type: ignore[arg-type]
             sharing=OwnDevices(),
             told=self.served.append,

@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Generator, Iterator
+from contextlib import contextmanager
+
+from torch import Tensor
+
 from areal.algorithms.update.sending import BackgroundSender
 from areal.contracts.transfer import Receipt, Transfer
 from areal_fsdp2.shards import Shards
@@ -22,13 +27,10 @@ class Outgoing:
         pieces = transfer.plan.source.pieces
         sends = bool(pieces[self._rank]) if pieces else self._rank == 0
         tensors = self._shards.own() if pieces else self._shards.gathered()
-        try:
+        with _gone_through(tensors):
             if not sends:
                 return Receipt(version=transfer.version, checksums={})
             return self._sender.send(transfer, tensors)
-        finally:
-            for _ in tensors:  # if the sender gave up: the other ranks do not know
-                pass
 
     def begin(self, transfer: Transfer) -> None:
         """Take this rank's pieces as they are now; a plan that wants none is gone through to its end. TransferFailed.
@@ -36,16 +38,23 @@ class Outgoing:
         Nothing is kept whole: whole tensors are sent while they are gathered.
         """
         self._receipt = None
-        if transfer.plan.source.num_ranks == 1 or (transfer.plan.source.pieces and self._shards.pieces[self._rank]):
-            tensors = self._shards.own()
-            try:
+        source = transfer.plan.source
+        if source.num_ranks == 1 or (source.pieces and source.pieces[self._rank]):
+            with _gone_through(self._shards.own()) as tensors:
                 self._sender.take(transfer, tensors)
-            finally:
-                for _ in tensors:  # merging gathers on all ranks, and the others do not know of a sender that gave up
-                    pass
         else:
             self._receipt = self.send(transfer)
 
     def finish(self) -> Receipt:
         """Send what `begin` took; TransferFailed. It may run in another thread."""
         return self._receipt if self._receipt is not None else self._sender.deliver()
+
+
+@contextmanager
+def _gone_through(tensors: Iterator[tuple[str, Tensor]]) -> Generator[Iterator[tuple[str, Tensor]]]:
+    """Go on to the end of what the block leaves: all ranks gather in it, and do not know of a sender that gave up."""
+    try:
+        yield tensors
+    finally:
+        for _ in tensors:
+            pass

@@ -45,7 +45,6 @@ class Publishing:
         self._told = told
         self._wake = wake
         self._committing: asyncio.Task[None] | None = None
-        self._served: Version = -1
         self._num_failed = 0
         """Publishes in a row that did not arrive."""
         self.metrics: Mapping[str, float] = {}
@@ -85,13 +84,13 @@ class Publishing:
     async def serving(self, version: Version) -> None:
         """Wait until engines serve this version or a later one."""
         await self.committed()
-        while self._served < version:
+        while self._pacing.served < version:
             await asyncio.sleep(PAUSE_S)
             await self.committed()
 
     def begin_anew(self) -> None:
         """Another trainer sends from now on."""
-        self._served, self._num_failed = -1, 0
+        self._num_failed = 0
         self._publisher.forget_plan()
 
     async def _stage(self, version: Version, attempts: int) -> Staged | None:
@@ -134,7 +133,6 @@ class Publishing:
                 await self._keeper.lost(name, reason)
             await self._fleet.committed(list(published.committed))
         self._num_failed = 0
-        self._served = version
         self._journal.published(version)
         self._pacing.publish(version)
         self._told(version)

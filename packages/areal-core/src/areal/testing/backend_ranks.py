@@ -23,6 +23,7 @@ from areal.contracts.component import Component
 from areal.contracts.messages import Batch
 from areal.contracts.specs import BackendContext, TrainerDevices
 from areal.contracts.transfer import Layout, Receipt, Transfer
+from areal.flow.trainer.group import merged
 from areal.testing.ranks import Ranks, free_rendezvous
 
 CALL_S = 240.0
@@ -150,9 +151,7 @@ class PlainRankedBackend:
         return self._joined("send", transfer)
 
     def _joined(self, method: str, *args: Any) -> Receipt:
-        receipts: list[Receipt] = self._ranks.call("do", self._number, method, *args)
-        checksums = {name: number for receipt in receipts for name, number in receipt.checksums.items()}
-        return replace(receipts[0], checksums=checksums, num_bytes=sum(receipt.num_bytes for receipt in receipts))
+        return merged(self._ranks.call("do", self._number, method, *args))
 
     def save(self, path: str) -> None:
         self._one("save", path)

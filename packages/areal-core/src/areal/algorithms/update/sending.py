@@ -93,9 +93,8 @@ class BackgroundSender:
         old, copies = self._copies, list[tuple[str, Tensor]]()
         for number, (name, tensor) in enumerate(tensors):
             wanted = dtype if dtype is not None and tensor.is_floating_point() else tensor.dtype
-            copy = tensor.new_empty(tensor.shape, dtype=wanted)
-            if number < len(old) and (old[number].shape, old[number].dtype) == (copy.shape, copy.dtype):
-                copy = old[number]
+            fits = number < len(old) and (old[number].shape, old[number].dtype) == (tensor.shape, wanted)
+            copy = old[number] if fits else tensor.new_empty(tensor.shape, dtype=wanted)
             copies.append((name, copy.copy_(tensor)))
         self._copies = [copy for _, copy in copies]
         return copies

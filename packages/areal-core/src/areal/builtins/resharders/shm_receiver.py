@@ -34,8 +34,6 @@ class ShmReceiver:
     """Invariant: yielded tensors show one version for as long as they live, and writing to them changes nobody."""
 
     def __init__(self, plan: Plan, member: int) -> None:
-        self._plan = plan
-        self._member = member
         self._deadline = Deadline(0.0)
         self._form = Form(plan)
         self._folder = plan_folder(plan.uid)
