@@ -147,6 +147,7 @@ class Host:
 
 
 def counts_of(backend: Fsdp2Backend) -> dict[str, Any]:
+    backend._optimizer.settle()  # an update counts one parameter after the other
     steps = set(backend._trained.steps().values())
     return {"num_updates": backend._num_updates, "steps": steps, **backend._optimizer.scale.state_dict()}
 
