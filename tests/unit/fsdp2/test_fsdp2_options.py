@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import json
+import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from areal.contracts.specs import LayerParallel, ModelSpec, TrainerDevices, TrainingSpec
 from areal_fsdp2.dimensions import Dimensions
+from areal_fsdp2.limits import Shape, problem_of
 from areal_fsdp2.options import Fsdp2Options
 
 QWEN3 = {
@@ -52,25 +57,59 @@ def test_what_fits_passes(tmp_path: Path, world: int, options: dict[str, Any]) -
     [
         (QWEN3, 4, {"tp": 3}, "tp 3 x sp 1 x pp 1 = 3 does not divide the 4 devices of the trainer; use tp 2 or 4"),
         (QWEN3, 4, {"tp": 2, "sp": 4}, "= 8 does not divide the 4 devices of the trainer; use tp 1"),
-        (QWEN3, 6, {"replicate": 4}, "replicate 4 does not divide the 6 data-parallel ranks; use 3 or 6"),
-        (QWEN3, 8, {"tp": 8}, "tp 8 does not divide the model's 4 key-value heads; use 4"),
-        ({**QWEN3, "num_attention_heads": 12, "num_key_value_heads": 12}, 8, {"tp": 8}, "12 attention heads; use 6 or"),
-        ({**QWEN3, "vocab_size": 97}, 2, {"tp": 2}, "tp 2 does not divide the model's vocabulary 97; use 1 or 97"),
+        (QWEN3, 6, {"replicate": 4}, "does not divide the 6 data-parallel ranks; use replicate 3 or 6"),
+        (QWEN3, 8, {"tp": 8}, "tp 8 does not divide the model's 4 key-value heads; use tp 4"),
+        ({**QWEN3, "num_attention_heads": 12, "num_key_value_heads": 12}, 8, {"tp": 8}, "12 attention heads; use tp 4"),
+        ({**QWEN3, "vocab_size": 97}, 2, {"tp": 2}, "tp 2 does not divide the model's vocabulary 97; use tp 1"),
         ({**QWEN3, "intermediate_size": 191}, 2, {"tp": 2}, "intermediate size 191"),
-        (QWEN3, 3, {"sp": 3}, "sp 3 does not divide the 8 attention heads of each rank"),
-        (QWEN3, 8, {"pp": 8}, "pp 8 is more than the model's 4 layers; use at most pp 4"),
+        (QWEN3, 3, {"sp": 3}, "key-value heads; use sp 1"),
+        (QWEN3, 8, {"pp": 8}, "pp 8 is more than the model's 4 layers; use pp 4"),
         (QWEN3, 2, {"ep": 2}, "ep 2 shares experts out and the model type 'qwen3' has none; use ep 1"),
         (MOE, 16, {"ep": 8, "tp": 2}, "ep 8 x tp 2 = 16 does not divide the model's 8 experts; use ep 4"),
-        (MOE, 4, {"ep": 3}, "ep 3 does not divide the 4 data-parallel ranks; use 2 or 4"),
-        ({**MOE, "num_experts": 6}, 4, {"ep": 4}, "ep 4 does not divide the model's 6 experts; use ep 3 or 6"),
+        (MOE, 4, {"ep": 3}, "ep 3 does not divide the 4 data-parallel ranks; use ep 2 or 4"),
+        ({**MOE, "num_experts": 6}, 4, {"ep": 4}, "ep 4 does not divide the model's 6 experts; use ep 2"),
         ({**QWEN3, "model_type": "gpt2"}, 2, {"tp": 2}, "tp 2 needs a plan for the model type 'gpt2' and there is one"),
         ({**QWEN3, "model_type": "gpt2"}, 2, {"pp": 2}, "not the model type 'gpt2'; use pp 1"),
+        ({**QWEN3, "vocab_size": 100}, 8, {"tp": 8}, "vocabulary 100; use tp 4"),  # 5 and 10 would not divide 8 devices
+        (QWEN3, 6, {"tp": 4, "sp": 4}, "= 16 does not divide the 6 devices of the trainer; use tp 1 and sp 2"),
+        (MOE, 8, {"tp": 2, "ep": 2, "lora": {}}, "not with tp 2, ep 2; use tp 1 and ep 1"),
     ],
 )
 def test_what_cannot_run_is_refused_with_the_nearest_values(
     tmp_path: Path, config: dict[str, Any], world: int, options: dict[str, Any], expected: str
 ) -> None:
     assert expected in problem(tmp_path, config, world, **options)
+
+
+SMALL = st.sampled_from([1, 2, 3, 4, 5, 6, 8, 12, 16, 24])
+
+
+@given(
+    world=SMALL,
+    wanted=st.builds(Dimensions, tp=SMALL, sp=SMALL, pp=SMALL, ep=SMALL, replicate=SMALL),
+    shape=st.none()
+    | st.builds(
+        Shape,
+        type=st.sampled_from(["qwen3", "gpt2", ""]),
+        layers=st.integers(0, 6),
+        heads=SMALL,
+        kv_heads=SMALL,
+        vocab=SMALL,
+        intermediate=SMALL,
+        experts=st.sampled_from([0, 4, 6]),
+    ),
+    lora=st.booleans(),
+)
+def test_who_does_what_a_refusal_says_is_not_refused_again(
+    world: int, wanted: Dimensions, shape: Shape | None, lora: bool
+) -> None:
+    said = problem_of(wanted, world, shape, lora=lora)
+    advice = said.rpartition("; use ")[2]
+    changes = [re.fullmatch(r"(\w+) (\d+)(?: or (\d+))?", part) for part in advice.split(" and ") if part]
+    assert bool(said) == bool(changes)
+    for choice in (2, 3):
+        told = {found[1]: int(found[choice] or found[2]) for found in changes if found is not None}
+        assert problem_of(replace(wanted, **told), world, shape, lora=lora) == ""
 
 
 def test_a_model_that_is_not_here_is_not_judged() -> None:
@@ -90,7 +129,7 @@ def test_a_configuration_of_another_form_is_left_to_whoever_loads_it(tmp_path: P
 
 def test_an_empty_path_is_the_bundled_tiny_model() -> None:
     said = Fsdp2Options(tp=4).problem(TrainerDevices(world_size=4), ModelSpec(), TrainingSpec())
-    assert said == "tp 4 does not divide the model's 2 key-value heads; use 2"
+    assert said == "tp 4 does not divide the model's 2 key-value heads; use tp 2"
 
 
 @pytest.mark.parametrize(

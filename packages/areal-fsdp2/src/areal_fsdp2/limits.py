@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from math import gcd
+from functools import partial
+from itertools import product
+from math import gcd, log
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +18,8 @@ PLANNED = ("llama", "qwen2", "qwen3", "qwen3_moe")
 """Model types that tensor parallelism has a plan for."""
 STAGED = PLANNED
 """Model types that can be cut into pipeline stages."""
+SIZES = ("tp", "sp", "pp", "replicate", "ep")
+"""What a recipe may say of the mesh."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,63 +86,69 @@ def _slices_beside_experts(ranks: int, ep: int, shape: Shape | None) -> int:
     return max(fits, default=1)
 
 
-def problem_of(wanted: Dimensions, world: int, shape: Shape | None) -> str:
+def problem_of(wanted: Dimensions, world: int, shape: Shape | None, *, lora: bool = False) -> str:
     """Return why `world` ranks cannot be laid out so (`wanted.shard` is open), with the nearest values that can."""
-    return next(_problems(wanted, world, shape), "")
+    for names, why in _problems(wanted, world, shape, lora=lora):
+        fitting = partial(_fits, world=world, shape=shape, lora=lora)
+        use = _nearest_size(wanted, world, names, fitting) or _nearest_mesh(wanted, world, fitting)
+        return f"{why}; use {use}"
+    return ""
 
 
-def _problems(wanted: Dimensions, world: int, shape: Shape | None) -> Iterator[str]:
-    product = wanted.tp * wanted.sp * wanted.pp
-    if world % product:
-        yield (
-            f"tp {wanted.tp} x sp {wanted.sp} x pp {wanted.pp} = {product} does not divide the {world} devices of the "
-            f"trainer; use {_nearest_products(wanted, world)}"
-        )
+Problem = tuple[tuple[str, ...], str]
+"""Sizes of which another value may do, and what is wrong."""
+
+
+def _fits(wanted: Dimensions, *, world: int, shape: Shape | None, lora: bool) -> bool:
+    return next(_problems(wanted, world, shape, lora=lora), None) is None
+
+
+def _problems(wanted: Dimensions, world: int, shape: Shape | None, *, lora: bool) -> Iterator[Problem]:
+    cut = wanted.tp * wanted.sp * wanted.pp
+    if world % cut:
+        names = tuple(name for name in ("tp", "sp", "pp") if getattr(wanted, name) > 1)
+        asked = f"tp {wanted.tp} x sp {wanted.sp} x pp {wanted.pp} = {cut}"
+        yield names, f"{asked} does not divide the {world} devices of the trainer"
         return
-    dp = world // product
+    dp = world // cut
     if dp % wanted.replicate:
-        use = _near(wanted.replicate, dp)
-        yield f"replicate {wanted.replicate} does not divide the {dp} data-parallel ranks; use {use}"
-    if (alike := dp // wanted.replicate) % wanted.ep:
+        yield ("replicate",), f"replicate {wanted.replicate} does not divide the {dp} data-parallel ranks"
+    elif (alike := dp // wanted.replicate) % wanted.ep:
         ranks = "data-parallel ranks" + (" of a copy" if wanted.replicate > 1 else "")
-        yield f"ep {wanted.ep} does not divide the {alike} {ranks}; use {_near(wanted.ep, alike)}"
+        yield ("ep",), f"ep {wanted.ep} does not divide the {alike} {ranks}"
     if shape is not None:
         yield from _misfits(wanted, shape)
+    if lora and (others := [name for name in ("tp", "pp", "ep") if getattr(wanted, name) > 1]):
+        asked = ", ".join(f"{name} {getattr(wanted, name)}" for name in others)
+        yield tuple(others), f"lora trains with dp and sp and not with {asked}"
 
 
-def _misfits(wanted: Dimensions, shape: Shape) -> Iterator[str]:
+def _misfits(wanted: Dimensions, shape: Shape) -> Iterator[Problem]:
     """Yield what the model itself does not allow."""
     if wanted.tp > 1 and shape.type not in PLANNED:
-        yield (
-            f"tp {wanted.tp} needs a plan for the model type {shape.type!r} and there is one for "
-            f"{', '.join(PLANNED)}; use tp 1"
-        )
+        plans = ", ".join(PLANNED)
+        yield ("tp",), f"tp {wanted.tp} needs a plan for the model type {shape.type!r} and there is one for {plans}"
     if wanted.pp > 1 and shape.type not in STAGED:
-        yield f"pp {wanted.pp} can cut {', '.join(STAGED)}, not the model type {shape.type!r}; use pp 1"
+        yield ("pp",), f"pp {wanted.pp} can cut {', '.join(STAGED)}, not the model type {shape.type!r}"
     for name, size in (("vocabulary", shape.vocab), ("intermediate size", shape.intermediate)):
         if size % wanted.tp:
-            yield f"tp {wanted.tp} does not divide the model's {name} {size}; use {_near(wanted.tp, size)}"
+            yield ("tp",), f"tp {wanted.tp} does not divide the model's {name} {size}"
     for name, size in (("attention heads", shape.heads), ("key-value heads", shape.kv_heads)):
         if size % wanted.tp:
-            yield f"tp {wanted.tp} does not divide the model's {size} {name}; use {_near(wanted.tp, size)}"
+            yield ("tp",), f"tp {wanted.tp} does not divide the model's {size} {name}"
             return
     heads, kv_heads = shape.heads // wanted.tp, shape.kv_heads // wanted.tp
     if heads % wanted.sp or (kv_heads and kv_heads % wanted.sp and wanted.sp % kv_heads):
-        fits = [d for d in divisors(heads) if kv_heads % d == 0 or d % kv_heads == 0]
-        yield (
-            f"sp {wanted.sp} does not divide the {heads} attention heads of each rank, or does not fit its {kv_heads} "
-            f"key-value heads; use {_next_to(wanted.sp, fits)}"
-        )
+        limit = f"the {heads} attention heads of each rank, or does not fit its {kv_heads} key-value heads"
+        yield ("sp",), f"sp {wanted.sp} does not divide {limit}"
     if wanted.pp > shape.layers > 0:
-        yield f"pp {wanted.pp} is more than the model's {shape.layers} layers; use at most pp {shape.layers}"
+        yield ("pp",), f"pp {wanted.pp} is more than the model's {shape.layers} layers"
     if wanted.ep > 1 and not shape.experts:
-        yield f"ep {wanted.ep} shares experts out and the model type {shape.type!r} has none; use ep 1"
+        yield ("ep",), f"ep {wanted.ep} shares experts out and the model type {shape.type!r} has none"
     elif shape.experts % (wanted.ep * wanted.tp):
         # Ranks that hold slices share the experts out too.
         shares = f"ep {wanted.ep}" if wanted.tp == 1 else f"ep {wanted.ep} x tp {wanted.tp} = {wanted.ep * wanted.tp}"
-        fits = [d for d in divisors(shape.experts) if shape.experts % (d * wanted.tp) == 0]
-        use = f"ep {_next_to(wanted.ep, fits)}" if fits else f"tp {_near(wanted.tp, shape.experts)}"
-        yield f"{shares} does not divide the model's {shape.experts} experts; use {use}"
+        yield ("ep", "tp"), f"{shares} does not divide the model's {shape.experts} experts"
 
 
 def divisors(number: int) -> list[int]:
@@ -146,21 +156,38 @@ def divisors(number: int) -> list[int]:
     return [d for d in range(1, number + 1) if number % d == 0]
 
 
-def _near(asked: int, number: int) -> str:
-    """Return in words the divisors next to `asked`, below and above."""
-    return _next_to(asked, divisors(number))
+Fitting = Callable[[Dimensions], bool]
 
 
-def _next_to(asked: int, known: list[int]) -> str:
-    below, above = [d for d in known if d <= asked], [d for d in known if d > asked]
-    return " or ".join(str(d) for d in (*below[-1:], *above[:1]))
+def _nearest_size(wanted: Dimensions, world: int, names: tuple[str, ...], fits: Fitting) -> str:
+    """Return in words the values below and above of the first of `names` that alone can make it fit; empty: none."""
+    for name in names:
+        known = [size for size in divisors(world) if fits(replace(wanted, **{name: size}))]
+        asked = getattr(wanted, name)
+        near = [*[size for size in known if size < asked][-1:], *[size for size in known if size > asked][:1]]
+        if near:
+            return f"{name} " + " or ".join(map(str, near))
+    return ""
 
 
-def _nearest_products(wanted: Dimensions, world: int) -> str:
-    """Return in words the sizes that fit, changing as little as can be: the first of them that another value heals."""
-    sizes = {"tp": wanted.tp, "sp": wanted.sp, "pp": wanted.pp}
-    for name, size in sizes.items():
-        others = wanted.tp * wanted.sp * wanted.pp // size
-        if size > 1 and world % others == 0:
-            return f"{name} {_near(size, world // others)}"
-    return f"a product of {_near(wanted.tp * wanted.sp * wanted.pp, world)}"
+def _nearest_mesh(wanted: Dimensions, world: int, fits: Fitting) -> str:
+    """Return in words what to change of several sizes: as few as can be, by the smallest factors."""
+
+    def changes(mesh: Dimensions) -> dict[str, float]:
+        pairs = {name: (getattr(mesh, name), getattr(wanted, name)) for name in SIZES}
+        return {name: abs(log(new / old)) for name, (new, old) in pairs.items() if new != old}
+
+    def distance(mesh: Dimensions) -> tuple[int, float]:
+        return len(changes(mesh)), sum(changes(mesh).values())
+
+    nearest = min(filter(fits, _meshes(wanted, world)), key=distance)
+    return " and ".join(f"{name} {getattr(nearest, name)}" for name in changes(nearest))
+
+
+def _meshes(wanted: Dimensions, world: int) -> Iterator[Dimensions]:
+    """Yield what could be; with all sizes 1, which is among them, every model fits."""
+    for tp in divisors(world):
+        for sp in divisors(world // tp):
+            for pp in divisors(world // tp // sp):
+                for replicate, ep in product({1, wanted.replicate}, {1, wanted.ep}):
+                    yield replace(wanted, tp=tp, sp=sp, pp=pp, replicate=replicate, ep=ep)

@@ -64,7 +64,11 @@ class Fsdp2Options(DistributedOptions):
         """Return why this cannot run, with the nearest values that can; empty: it can."""
         shape = shape_of(model)
         wanted = self._wanted(devices, model, shape)
-        return problem_of(wanted, devices.world_size, shape) or self._lora_problem(wanted)
+        if why := problem_of(wanted, devices.world_size, shape, lora=self.lora is not None):
+            return why
+        if self.lora is not None and find_spec("peft") is None:
+            return "lora needs the package peft, which is not installed; run: pip install 'areal-fsdp2[lora]'"
+        return ""
 
     def dimensions(self, devices: TrainerDevices, model: ModelSpec) -> Dimensions:
         """Return the sizes of the mesh; only where `problem` has nothing to say."""
@@ -73,16 +77,6 @@ class Fsdp2Options(DistributedOptions):
         return Dimensions(
             pp=wanted.pp, replicate=wanted.replicate, shard=shard, sp=wanted.sp, tp=wanted.tp, ep=wanted.ep
         )
-
-    def _lora_problem(self, wanted: Dimensions) -> str:
-        if self.lora is None:
-            return ""
-        if others := [f"{name} {size}" for name in ("tp", "pp", "ep") if (size := getattr(wanted, name)) > 1]:
-            nearest = ", ".join(f"{other.split()[0]} 1" for other in others)
-            return f"lora trains with dp and sp and not with {', '.join(others)}; use {nearest}, or leave lora out"
-        if find_spec("peft") is None:
-            return "lora needs the package peft, which is not installed; run: pip install 'areal-fsdp2[lora]'"
-        return ""
 
     def _wanted(self, devices: TrainerDevices, model: ModelSpec, shape: Shape | None) -> Dimensions:
         """Return what the recipe asks for; `shard` is left open (1)."""

@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Iterator
 
 from areal.config.schema import AUTO, DeviceGroup, RunConfig
+from areal.errors import did_you_mean
 
 Problem = tuple[tuple[str | int, ...], str]
 """Path of the value to change, and one sentence that says why and to what."""
@@ -179,7 +180,8 @@ def _names(config: RunConfig) -> Iterator[Problem]:
     for key, choice in (("reshard", config.reshard), ("cluster", config.cluster)):
         if choice.name == AUTO and choice.options:
             option = next(iter(choice.options))
-            yield (key, option), f"'{key}.{option}' is an option of a component, but '{key}.name' is auto; name one"
+            hint = did_you_mean(option, type(choice).model_fields) or "; name one"
+            yield (key, option), f"'{key}.{option}' is an option of a component, but '{key}.name' is auto{hint}"
     counts = Counter(tracker.name for tracker in config.trackers)
     for index, tracker in enumerate(config.trackers):
         if counts[tracker.name] > 1:
