@@ -59,7 +59,9 @@ REFUSED = {
     "name: a/../b": ":1: 'name' 'a/../b' cannot be a folder's name; nearest: 'a-..-b'",
     "name: ..": ":1: 'name' '..' cannot be a folder's name; nearest: 'run'",
     "reshard:\n  folder: x": ":2: 'reshard.folder' is an option of a component, but 'reshard.name' is auto; name one",
-    "reshard:\n  overlaps: true": "a component, but 'reshard.name' is auto; did you mean 'overlap'?",
+    "reshard:\n  overlaps: x": (
+        ":2: 'reshard.overlaps' is an option of a component, but 'reshard.name' is auto; did you mean 'overlap'?"
+    ),
     "cluster: {address: x}": ":1: 'cluster.address' is an option of a component, but 'cluster.name' is auto; name one",
     "trackers: [jsonl, wandb, {name: jsonl}]": ":1: tracker 'jsonl' stands 2 times; keep one",
 }
