@@ -94,6 +94,17 @@ async def test_what_is_staged_is_a_checked_copy() -> None:
         staging.take(1)
 
 
+async def test_what_lasts_is_not_copied(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Scripted, "lasting", True, raising=False)
+    memory = tensors(1)
+    Scripted.script = staticmethod(lambda receiver, version, deadline_s: iter(memory.items()))
+    staging = Staging("engine-0", parameters())
+    receipt = await staging.stage(transfer())
+    assert receipt.checksums == {name: checksum(tensor) for name, tensor in memory.items()}
+    staged = staging.take(1)
+    assert [staged[name].data_ptr() for name in memory] == [tensor.data_ptr() for tensor in memory.values()]
+
+
 async def test_checksums_are_those_of_the_pieces_that_were_sent() -> None:
     specs = (
         TensorSpec(name="a", shape=(2, 3), dtype="float32"),

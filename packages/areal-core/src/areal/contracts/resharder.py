@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from typing import TYPE_CHECKING, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Literal, Protocol, runtime_checkable
 
 from areal.contracts.messages import Version
 from areal.contracts.transfer import Layout, Plan, Receipt
@@ -49,6 +49,16 @@ class Receiver(Protocol):
         ...
 
     def close(self) -> None: ...
+
+
+@runtime_checkable
+class Lasting(Receiver, Protocol):
+    """Optional, for receivers: nobody needs to copy what they yield.
+
+    Invariant: a yielded tensor never changes while somebody holds it, whatever becomes of sender and receiver.
+    """
+
+    lasting: Literal[True]
 
 
 @runtime_checkable

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from areal.contracts.messages import Version
-from areal.contracts.resharder import Interrupts, Receiver
+from areal.contracts.resharder import Interrupts, Lasting, Receiver
 from areal.contracts.transfer import Layout, Receipt, TensorSpec, Transfer, checksum, piece_name, pieces_of
 from areal.errors import TransferFailed
 
@@ -111,6 +111,7 @@ class Staging:
         owners: dict[int, str] = {}
         receiver = self._receiver_of(transfer)
         boxes = _Boxes(transfer.plan.source)
+        copies = not isinstance(receiver, Lasting)  # else the receiver may use its memory again
         arriving = receiver.receive(transfer.version, end - time.monotonic())
         self._go_on_with(attempt, transfer.version, end)  # from here on `drop` can interrupt it
         for name, tensor in arriving:
@@ -120,8 +121,7 @@ class Staging:
             first = owners.setdefault(id(parameter), name)
             if first != name and checksum(tensor) != checksum(staged[first]):
                 raise TransferFailed(f"{first!r} and {name!r} are one tied parameter here but arrived with two values")
-            # A copy: the receiver may use its memory again.
-            staged[first] = tensor.to(self._device or parameter.device, copy=True)
+            staged[first] = tensor.to(self._device or parameter.device, copy=copies)
         missing = {id(parameter): name for name, parameter in self._parameters.items() if id(parameter) not in owners}
         if missing:
             names = sorted(missing.values())

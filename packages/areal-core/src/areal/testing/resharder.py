@@ -52,6 +52,22 @@ class ResharderConformance(ResharderRanks):
         for version in (1, 2, 3, 4):
             self.publish(crew, half, version)
 
+    def test_what_is_said_to_last_outlives_its_sender(self, crew: Crew, make: Any) -> None:
+        half = make(1)
+        crew["engine-0"].ask("keep", half, 0, 1, DEADLINE_S)
+        crew["sender"].ask("send", half, 1, DEADLINE_S, "")
+        assert crew["sender"].value()["version"] == 1
+        if not crew["engine-0"].value():
+            pytest.skip("the receiver does not say that what it yields lasts")
+        for version in (2, 3, 4):
+            self.publish(crew, half, version)
+        crew["engine-0"].ask("close")
+        crew["engine-0"].value()
+        crew.kill("sender")
+        self.publish(crew, make(1), version=5)
+        crew["engine-0"].ask("kept")
+        assert crew["engine-0"].value() == expected(1, "bfloat16")
+
     @pytest.mark.parametrize("dtype", ["float32", "float16"])
     def test_the_sender_casts_to_the_engines_dtype(self, crew: Crew, make: Any, dtype: str) -> None:
         self.publish(crew, make(1, dtype), version=1, dtype=dtype)

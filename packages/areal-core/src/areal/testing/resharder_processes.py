@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from areal.contracts.component import Component
-from areal.contracts.resharder import Takes
+from areal.contracts.resharder import Lasting, Takes
 from areal.contracts.transfer import Layout, Piece, Plan, Receipt, TensorSpec, checksum, piece_name, pieces_of
 from areal.errors import TransferFailed
 
@@ -129,6 +129,7 @@ class Halves:
     def __init__(self, connection: Connection) -> None:
         self._connection = connection
         self._held: dict[tuple[str, int], Any] = {}
+        self._kept: list[tuple[str, Tensor]] = []
 
     def send(
         self, half: tuple[Component, Any, Plan], version: int, deadline_s: float, fault: str, rank: int = 0
@@ -149,6 +150,17 @@ class Halves:
             if fault == "stall":
                 self._stall()
         return arrivals
+
+    def keep(self, half: tuple[Component, Any, Plan], member: int, version: int, deadline_s: float) -> bool:
+        """Hold what arrives; return whether it is said to last."""
+        receiver = self._half(half, member)
+        self._kept = list(receiver.receive(version, deadline_s))
+        return isinstance(receiver, Lasting)
+
+    def kept(self) -> list[Arrival]:
+        """Say what has become of what `keep` holds, and let it go."""
+        found, self._kept = [describe(name, tensor) for name, tensor in self._kept], []
+        return found
 
     def close(self) -> None:
         """Close every half twice: the second time must be harmless."""
