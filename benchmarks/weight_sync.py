@@ -10,7 +10,8 @@ checksums are compared after each turn, outside the clock; `engine_checksum_s` s
 
 Two baselines have no code of AReaL's and no checksums: gathering each parameter whole (DTensor.full_tensor) and saving
 on rank 0, and each rank saving its own shards, both with safetensors and fsync, loaded and copied by the engine.
-`memcpy` is one thread copying as many bytes from warm memory to warm memory.
+`memcpy` is one thread copying as many bytes from warm memory to warm memory, `bare copies` the same copies as those of
+shared memory by the same processes, without anything that makes them a road (measuring/bare_copies.py).
 
 The roads take turns of `--repeats` updates, `--rounds` times. The first two updates of a turn are cold (memory touched
 for the first time, which is two segments with shared memory; groups made; for deltas the whole model) and do not count;
@@ -33,6 +34,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from measuring.bare_copies import BareResharder
 from measuring.sync_models import SIZES, source_of
 from measuring.sync_sides import DEADLINE_S
 from measuring.sync_updates import sampled_weights, update_share
@@ -45,7 +47,7 @@ from areal.testing.ranks import Ranks, free_rendezvous
 NUM_RANKS = 2
 NUM_COLD = 2
 GATHERED, OWN = "disk, gathered whole on rank 0", "disk, each rank its own shards"
-SHARED_MEMORY = "xccl, shared memory"
+SHARED_MEMORY, BARE = "xccl, shared memory", "bare copies in shared memory"
 
 
 @dataclass
@@ -78,6 +80,7 @@ def make_roads() -> list[Road]:
         Road("xccl, gloo, delta of 3 %", xccl(shared_memory="never", delta="always"), share=0.03),
         Road("xccl, gloo, auto, 0.4 %", xccl(shared_memory="never", delta="auto")),
         Road(SHARED_MEMORY, xccl()),
+        Road(BARE, lambda _: BareResharder()),
     ]
 
 
@@ -112,7 +115,7 @@ class Bench:
         if road.make is not None:
             for side in (self.engine, self.ranks):
                 side.call("close")
-        else:
+        if not checksums:
             checksums = _joined(self.ranks.call("checksums", plan, deadline_s=DEADLINE_S))
         [(found, seconds)] = self.engine.call("checksums", plan, deadline_s=DEADLINE_S)
         self.engine_checksum_s.append(seconds)
@@ -196,7 +199,7 @@ def figures(road: Road, medians: dict[str, float], memcpy_s: float, num_bytes: i
         "cpu_s": statistics.median(road.cpu_s),
         "share_of_memcpy": memcpy_s / medians[road.name],
     }
-    for label, baseline in (("over_gathered", GATHERED), ("over_own_shards", OWN)):
+    for label, baseline in (("over_gathered", GATHERED), ("over_own_shards", OWN), ("over_bare", BARE)):
         if baseline in medians:
             found[label] = medians[baseline] / medians[road.name]
     if road.num_bytes:
@@ -214,7 +217,8 @@ def _product(shape: tuple[int, ...]) -> int:
 def print_table(size: str, found: dict[str, Any]) -> None:
     speed, cpu_s = found["memcpy_gb_per_s"], found["memcpy_cpu_s"]
     print(f"\n{size}: {found['parameters']:,} parameters, memcpy {speed:.1f} GB/s ({cpu_s:.3f} processor seconds)")
-    names = ("cold_s", "min_s", "arrived_s", "free_s", "cpu_s", "share_of_memcpy", "over_gathered", "over_own_shards")
+    names = ("cold_s", "min_s", "arrived_s", "free_s", "cpu_s", "share_of_memcpy")
+    names += ("over_gathered", "over_own_shards", "over_bare")
     print(f"{'':34}" + "".join(f"{name:>17}" for name in (*names, "bytes: 1 /")))
     for road, row in found["roads"].items():
         cells = [f"{row[name]:17.3f}" if name in row else f"{'-':>17}" for name in names]
