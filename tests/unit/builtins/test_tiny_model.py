@@ -31,6 +31,17 @@ def test_it_is_an_ordinary_hf_folder(folder: str):
     assert json.loads(Path(folder, "config.json").read_text())["model_type"] == "qwen3"
 
 
+def test_it_may_have_experts(tmp_path: Path):
+    path = write_tiny_model(tmp_path, seed=3, num_experts=4, top_k=2)
+    model = AutoModelForCausalLM.from_pretrained(path)
+    assert type(model).__name__ == "Qwen3MoeForCausalLM"
+    assert (model.config.num_experts, model.config.num_experts_per_tok) == (4, 2)
+    assert model.config.moe_intermediate_size * 2 == 288
+    assert {p.dtype for p in model.parameters()} == {torch.float32}
+    tokens = torch.arange(1, 9)[None]
+    assert torch.isfinite(model(tokens).logits).all()
+
+
 def test_the_seed_decides_the_weights_and_nothing_else_changes(folder: str, tmp_path: Path):
     torch.manual_seed(99)
     expected = torch.rand(3)

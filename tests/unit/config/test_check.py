@@ -1,5 +1,6 @@
 """Combinations that cannot run: each is refused at its line, with a value that can."""
 
+import json
 from pathlib import Path
 
 import pytest
@@ -101,6 +102,43 @@ def test_refused_with_line_and_nearest_value(write, text):
     with pytest.raises(ConfigError) as caught:
         load_recipe(str(path))
     assert str(caught.value) == f"{path}{REFUSED[text]}"
+
+
+DENSE = {"model_type": "qwen3"}
+EXPERTS = {"model_type": "mixtral", "num_local_experts": 4, "num_experts_per_tok": 2}
+
+
+@pytest.mark.parametrize(
+    ("there", "asked", "expected"),
+    [
+        (DENSE, "type: moe", "has no experts; set 'model.type': dense, or take another 'model.path'"),
+        (EXPERTS, "type: moe, num_experts: 7", "'model.num_experts' is 7 and the model in "),
+        (EXPERTS, "type: moe, num_experts: 7", " has 4; nearest: 4"),
+        (EXPERTS, "type: moe, top_k: 3", " has 2; nearest: 2"),
+    ],
+)
+def test_what_a_model_says_of_its_experts_counts(write, tmp_path, there, asked, expected):
+    (tmp_path / "config.json").write_text(json.dumps(there), encoding="utf-8")
+    with pytest.raises(ConfigError) as caught:
+        load_recipe(str(write(f"model: {{path: {tmp_path}, {asked}}}")))
+    assert expected in str(caught.value) and ":1: " in str(caught.value)
+
+
+@pytest.mark.parametrize("there", ["", "[]", '{"num_experts": "many"}', '{"text_config": 3}'])
+def test_a_model_that_cannot_be_read_is_left_to_who_loads_it(write, tmp_path, there):
+    (tmp_path / "config.json").write_text(there, encoding="utf-8")
+    path = write(f"model: {{path: {tmp_path}, type: moe, num_experts: 4, top_k: 2}}")
+    if "many" in there:
+        with pytest.raises(ConfigError, match="has no experts"):
+            load_recipe(str(path))
+    else:
+        assert load_recipe(str(path)).model.num_experts == 4
+
+
+def test_a_model_with_as_many_experts_loads(write, tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(EXPERTS), encoding="utf-8")
+    for asked in ("type: moe", "type: moe, num_experts: 4, top_k: 2", "type: dense"):
+        load_recipe(str(write(f"model: {{path: {tmp_path}, {asked}}}")))
 
 
 @pytest.mark.parametrize("text", ALLOWED, ids=repr)

@@ -7,9 +7,10 @@ import pytest
 from pydantic import ConfigDict, Field, field_validator
 
 from areal.config import load_recipe, split_arguments
+from areal.contracts.backend import DistributedOptions
 from areal.contracts.component import Component
 from areal.contracts.options import Options
-from areal.contracts.specs import AmpSpec
+from areal.contracts.specs import AmpSpec, ModelSpec, TrainerDevices, TrainingSpec
 from areal.errors import ConfigError, UnknownComponent
 
 BLOCKS = {
@@ -60,7 +61,17 @@ class OpenOptions(Options):
     model_config = ConfigDict(extra="allow")
 
 
+class SpreadOptions(DistributedOptions):
+    tp: int = 1
+    tpx: int = 1
+
+    def problem(self, devices: TrainerDevices, model: ModelSpec, training: TrainingSpec) -> str:
+        return f"tp {self.tp} is not {devices.world_size}" if self.tp != devices.world_size else ""
+
+
 def resolve(kind: str, name: str) -> Component | None:
+    if name == "spread":
+        return Component(name=name, factory="x:Y", options=f"{__name__}:SpreadOptions")
     if kind == "engine" and name == "mine":
         return Component(name=name, factory="x:Y", options=f"{__name__}:EngineOptions")
     if name == "open":
@@ -338,6 +349,17 @@ def test_valid_options_load_and_exponents_reach_their_owner(write):
     config = load_recipe(write("engine: {name: mine, max_batch: 1e2, ratio: 1e-1}"), resolve=resolve)
     assert config.engine.options["max_batch"] == 100 and isinstance(config.engine.options["max_batch"], int)
     assert math.isclose(EngineOptions.model_validate(config.engine.options).ratio, 0.1)
+
+
+def test_what_a_backend_cannot_spread_is_refused_where_it_stands(write):
+    train = "resources: {train: {num_gpus: 2}}\n"
+    path = write(f"{train}backend:\n  name: spread\n  tpx: 4\n  tp: 3")
+    assert refusal(path, resolve=resolve) == f"{path}:5: backend 'spread': tp 3 is not 2"
+    path = write(f"{train}backend:\n  name: spread")
+    assert refusal(path, resolve=resolve) == f"{path}:3: backend 'spread': tp 1 is not 2"
+    said = refusal(path, ["backend.tp=4"], resolve=resolve)
+    assert said == "command line, backend.tp=4: backend 'spread': tp 4 is not 2"
+    assert load_recipe(path, ["backend.tp=2"], resolve=resolve).backend.options == {"tp": 2}
 
 
 def test_open_options_take_anything(write):

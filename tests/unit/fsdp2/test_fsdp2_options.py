@@ -132,6 +132,14 @@ def test_an_empty_path_is_the_bundled_tiny_model() -> None:
     assert said == "tp 4 does not divide the model's 2 key-value heads; use tp 2"
 
 
+def test_the_bundled_tiny_model_has_the_experts_that_are_asked_for() -> None:
+    model, devices = ModelSpec(type="moe", num_experts=4, top_k=2), TrainerDevices(world_size=2)
+    assert Fsdp2Options().problem(devices, model, TrainingSpec()) == ""
+    assert Fsdp2Options().dimensions(devices, model) == Dimensions(shard=2, ep=2)
+    said = Fsdp2Options(ep=8).problem(TrainerDevices(world_size=8), model, TrainingSpec())
+    assert said == "ep 8 does not divide the model's 4 experts; use ep 4"
+
+
 @pytest.mark.parametrize(
     ("parallel", "options", "expected"),
     [

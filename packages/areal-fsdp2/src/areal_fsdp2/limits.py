@@ -36,13 +36,14 @@ class Shape:
 
 
 TINY = Shape(type="qwen3", layers=3, heads=4, kv_heads=2, vocab=100, intermediate=288)
-"""The model that an empty ``model.path`` stands for."""
+"""The model that an empty ``model.path`` stands for, if it has no experts."""
 
 
 def shape_of(model: ModelSpec) -> Shape | None:
     """Return the sizes of a model; None for one that is not a folder here, or whose config.json cannot be read."""
     if not model.path:
-        return TINY
+        is_moe = model.type == "moe"
+        return replace(TINY, type="qwen3_moe", experts=model.num_experts) if is_moe else TINY
     try:
         config: Any = json.loads((Path(model.path) / "config.json").read_text(encoding="utf-8"))
         config |= config.get("text_config") or {}

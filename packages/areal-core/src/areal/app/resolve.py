@@ -15,7 +15,6 @@ from areal.contracts.accelerator import Accelerator
 from areal.contracts.algorithm import AlgorithmOptions
 from areal.contracts.backend import DISTRIBUTED, DistributedOptions
 from areal.contracts.component import OFFLOAD, Component
-from areal.contracts.specs import TrainerDevices
 from areal.errors import ConfigError
 from areal.flow.rollout.worker import EnvironmentChoice
 from areal.plugins import Plugins
@@ -138,18 +137,8 @@ def _engine(config: RunConfig, plugins: Plugins, accelerator: Accelerator) -> tu
     return _with_options("engine", component, options), python
 
 
-def trainer_devices(config: RunConfig) -> TrainerDevices:
-    train = config.resources.train
-    return TrainerDevices(
-        world_size=train.total,
-        per_node=train.total // train.num_nodes,
-        parallel=train.parallel,
-        layers=config.parallel,
-    )
-
-
 def _check_devices(config: RunConfig, backend: Chosen) -> None:
-    devices, component = trainer_devices(config), backend.component
+    devices, component = config.trainer_devices, backend.component
     if devices.world_size > 1 and DISTRIBUTED not in component.capabilities:
         raise ConfigError(
             f"'resources.train' asks for {devices.world_size} devices and the backend {component.name!r} trains on "

@@ -236,9 +236,9 @@ class Controller:
         async def start_trainer() -> Layout:
             await seat.fill()
             if not self._resolved.model_path and not self._folder.model.exists():
-                await seat.call_first(
-                    "prepare", TINY_MODEL, str(self._folder.model), self._config.seed, deadline_s=START_DEADLINE_S
-                )
+                model = self._config.model
+                arguments = (str(self._folder.model), self._config.seed, model.num_experts, model.top_k)
+                await seat.call_first("prepare", TINY_MODEL, *arguments, deadline_s=START_DEADLINE_S)
             workers.model_is_there.set()
             return await seat.start(START_DEADLINE_S)
 

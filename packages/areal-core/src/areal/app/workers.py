@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import cache
 
-from areal.app.resolve import Resolved, trainer_devices
+from areal.app.resolve import Resolved
 from areal.contracts.cluster import Cluster, Handle, Reserves, Room, WorkerSpec
 from areal.contracts.specs import BackendContext, EngineContext, ModelSpec
 from areal.monitor.folder import RunFolder
@@ -56,7 +56,7 @@ class Workers:
                 count=self.num_ranks,
                 least=self.num_ranks,
                 apart=config.resources.train.num_nodes > 1,
-                together=trainer_devices(config).per_node,
+                together=config.trainer_devices.per_node,
             ),
             Room(kind="engine", resources=engine, count=config.engine.replicas, least=config.engine.min),
         ]
@@ -70,7 +70,7 @@ class Workers:
             accelerator=resolved.accelerator,
             seed=config.seed,
             rank=rank,
-            devices=trainer_devices(config),
+            devices=config.trainer_devices,
         )
         args = (
             resolved.backend.component,
@@ -133,7 +133,7 @@ class Workers:
     @property
     def num_ranks(self) -> int:
         """Ranks of the trainer, one device each."""
-        return trainer_devices(self._resolved.config).world_size
+        return self._resolved.config.trainer_devices.world_size
 
     @property
     def _engine_devices(self) -> int:

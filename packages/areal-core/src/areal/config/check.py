@@ -2,14 +2,23 @@
 
 from __future__ import annotations
 
+import json
 from collections import Counter
 from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
 
 from areal.config.schema import AUTO, DeviceGroup, RunConfig
 from areal.errors import did_you_mean
 
 Problem = tuple[tuple[str | int, ...], str]
 """Path of the value to change, and one sentence that says why and to what."""
+
+EXPERT_KEYS = {
+    "num_experts": ("num_experts", "num_local_experts", "n_routed_experts"),
+    "top_k": ("num_experts_per_tok", "num_experts_per_token", "moe_topk"),
+}
+"""Experts of each layer and of each token, in the words of transformers' configurations."""
 
 
 def problems(config: RunConfig) -> Iterator[Problem]:
@@ -53,17 +62,45 @@ def _model(config: RunConfig) -> Iterator[Problem]:
         for key in ("num_experts", "top_k"):
             if given := getattr(model, key):
                 yield ("model", key), f"'model.{key}' {given} is for mixtures of experts; set 'model.type': moe"
-    elif model.num_experts and model.top_k > model.num_experts:
+        return
+    if model.num_experts and model.top_k > model.num_experts:
         yield (
             ("model", "top_k"),
             f"'model.top_k' {model.top_k} is more than 'model.num_experts' {model.num_experts}; "
             f"nearest: {model.num_experts}",
         )
-    elif not model.path and not (model.num_experts and model.top_k):
+    if not model.path and not (model.num_experts and model.top_k):
         yield (
             ("model", "type"),
             "'model.type' moe without a 'model.path' needs 'model.num_experts' and 'model.top_k', for example 4 and 2",
         )
+    there = _experts_in(model.path)
+    if there == {}:
+        yield (
+            ("model", "type"),
+            f"'model.type' is moe and the model in {model.path!r} has no experts; set 'model.type': dense, or take "
+            "another 'model.path'",
+        )
+    for key, size in (there or {}).items():
+        if (given := getattr(model, key)) not in (0, size):
+            yield (
+                ("model", key),
+                f"'model.{key}' is {given} and the model in {model.path!r} has {size}; nearest: {size}",
+            )
+
+
+def _experts_in(folder: str) -> dict[str, int] | None:
+    """Return what a folder's config.json says of experts, by our names; None where there is none to be read."""
+    try:
+        said: Any = json.loads((Path(folder) / "config.json").read_text(encoding="utf-8"))
+        said |= said.get("text_config") or {}
+    except (OSError, ValueError, TypeError, AttributeError):  # whoever loads it says what is wrong
+        return None
+    found = {
+        ours: next((said[name] for name in names if isinstance(said.get(name), int)), 0)
+        for ours, names in EXPERT_KEYS.items()
+    }
+    return {key: size for key, size in found.items() if size}
 
 
 def _devices(config: RunConfig) -> Iterator[Problem]:

@@ -14,6 +14,7 @@ from areal.config.edit import override, select
 from areal.config.explain import dotted, explain
 from areal.config.schema import RunConfig, Selected
 from areal.config.source import Document, Keys, describe, find_recipe, is_list, is_mapping, read_document, value_at
+from areal.contracts.backend import DistributedOptions
 from areal.contracts.component import Component
 from areal.errors import ConfigError, PluginError
 
@@ -54,7 +55,9 @@ def load_recipe(
     if resolve is None:
         return config
     for selected in config.selected():
-        _check_options(document, selected, resolve)
+        options = _check_options(document, selected, resolve)
+        if isinstance(options, DistributedOptions):
+            _check_mesh(document, selected, options, config)
     # A number that an options class asked for may have replaced its text.
     return RunConfig.model_validate(document.data)
 
@@ -76,15 +79,15 @@ def dump(config: RunConfig) -> str:
     return yaml.safe_dump(to_plain(config), sort_keys=False, width=120)
 
 
-def _check_options(document: Document, selected: Selected, resolve: Resolve) -> None:
-    """Let the owner of a component's options validate them."""
+def _check_options(document: Document, selected: Selected, resolve: Resolve) -> BaseModel | None:
+    """Let the owner of a component's options validate them; return them where the owner is known."""
     place = document.place((*selected.path, "type" if selected.kind == "environment" else "name"))
     try:
         component = resolve(selected.kind, selected.name)
     except PluginError as error:
         raise type(error)(f"{place}: {error}") from None
     if component is None:
-        return
+        return None
 
     def parse() -> BaseModel:
         table = document.get(selected.path)
@@ -94,7 +97,14 @@ def _check_options(document: Document, selected: Selected, resolve: Resolve) -> 
         options = component.options_class()
     except PluginError as error:
         raise type(error)(f"{place}: {error}") from None
-    _validate(parse, document, selected.path, selected.options, _schema_of(options))
+    return _validate(parse, document, selected.path, selected.options, _schema_of(options))
+
+
+def _check_mesh(document: Document, selected: Selected, options: DistributedOptions, config: RunConfig) -> None:
+    """Refuse what the backend cannot spread, at the place of the first of its options that the reason names."""
+    if why := options.problem(config.trainer_devices, config.model, config.training):
+        key = next((key for key in selected.options if re.search(rf"\b{re.escape(key)}\b", why)), "name")
+        raise ConfigError(f"{document.place((*selected.path, key))}: backend {selected.name!r}: {why}")
 
 
 def _schema_of(options: type[BaseModel]) -> dict[str, Any]:

@@ -21,7 +21,7 @@ from pydantic import (
 
 from areal.contracts.messages import Sampling
 from areal.contracts.options import STRICT
-from areal.contracts.specs import LayerParallel, ModelSpec, Parallel, TrainingSpec
+from areal.contracts.specs import LayerParallel, ModelSpec, Parallel, TrainerDevices, TrainingSpec
 
 Processes = Annotated[int, Field(gt=0, le=1024)]
 AUTO = "auto"
@@ -312,6 +312,17 @@ class RunConfig(Block):
         ...,
     ] = (TrackerChoice(name="jsonl"), TrackerChoice(name="tensorboard"))
     """Where metrics go: names, or blocks with a name and the tracker's own options."""
+
+    @property
+    def trainer_devices(self) -> TrainerDevices:
+        """What the trainer's ranks are spread over."""
+        train = self.resources.train
+        return TrainerDevices(
+            world_size=train.total,
+            per_node=train.total // train.num_nodes,
+            parallel=train.parallel,
+            layers=self.parallel,
+        )
 
     def selected(self) -> Iterator[Selected]:
         """Yield every component that is named; ``auto`` names none."""
