@@ -122,7 +122,13 @@ def test_a_file_for_each_rank_tells_it(model_path: str, tmp_path: Path) -> None:
     assert [thread.name for thread in threading.enumerate() if thread.name == "areal-record"] == []
 
 
-def test_a_folder_that_cannot_be_is_refused(tmp_path: Path) -> None:
+@pytest.mark.parametrize("name, reason", [("file", "it is a file"), ("file/folder", "Not a directory")])
+def test_a_folder_that_cannot_be_is_refused(tmp_path: Path, name: str, reason: str) -> None:
     (tmp_path / "file").touch()
-    with pytest.raises(ConfigError, match="record_collectives cannot write"):
-        OrderFile(tmp_path / "file" / "folder", "rank-0")
+    folder = tmp_path / name
+    with pytest.raises(ConfigError) as caught:
+        OrderFile(folder, "rank-0")
+    assert str(caught.value) == (
+        f"backend.record_collectives='{folder}' cannot be written to ({reason}); name a folder that every rank "
+        "can make and write to, or leave the option out"
+    )

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from areal.errors import ConfigError, first_line
+from areal.errors import ConfigError
 
 EVERY_S = 2.0
 """How often a file is written, if there is something new."""
@@ -70,7 +70,11 @@ class OrderFile:
             folder.mkdir(parents=True, exist_ok=True)
             self._write()
         except OSError as error:
-            raise ConfigError(f"record_collectives cannot write {str(self._path)!r}: {first_line(error)}") from error
+            reason = "it is a file" if folder.is_file() else error.strerror
+            raise ConfigError(
+                f"backend.record_collectives={str(folder)!r} cannot be written to ({reason}); name a folder that every "
+                "rank can make and write to, or leave the option out"
+            ) from error
         self._thread = threading.Thread(target=self._run, name="areal-record", daemon=True)
         self._thread.start()
 
