@@ -66,10 +66,11 @@ class Saved(Protocol):
 class Checkpoints:
     """Invariant: one save at a time; what it writes is the state at the time of `save`."""
 
-    def __init__(self, timeout_s: float) -> None:
+    def __init__(self, role: str, timeout_s: float) -> None:
         """Make a process group; all ranks do, in the same order. `timeout_s`: longest wait for another rank."""
         self._timeout_s = timeout_s
-        self._group = cast(dist.ProcessGroup, dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s)))
+        limit, name = timedelta(seconds=timeout_s), f"{role}_checkpoints"
+        self._group = cast(dist.ProcessGroup, dist.new_group(backend="gloo", timeout=limit, group_desc=name))
         self._written: Future[None] | None = None
         self._num_saves = 0
         self._roll_call: RollCall
