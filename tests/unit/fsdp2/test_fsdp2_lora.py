@@ -137,7 +137,7 @@ def test_a_target_that_the_model_has_not_is_refused(two: Trainers, model_path: s
 
 @pytest.mark.parametrize(
     "options, said",
-    [({"tp": 2}, "not with tp 2; use tp 1"), ({"tp": 2, "pp": 2}, "not with tp 2, pp 2; use tp 1, pp 1"), ({}, "")],
+    [({"tp": 2}, "not with tp 2; use tp 1"), ({"tp": 2, "pp": 2}, "not with tp 2, pp 2; use tp 1 and pp 1"), ({}, "")],
 )
 def test_meshes_that_lora_cannot_have_are_refused(options: dict[str, Any], said: str) -> None:
     devices = TrainerDevices(world_size=4, per_node=4)
