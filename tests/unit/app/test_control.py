@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import stat
+import sys
 from pathlib import Path
 from typing import Any, cast
 
@@ -100,6 +101,40 @@ async def test_a_caller_that_leaves_disturbs_nobody(folder: RunFolder) -> None:
         await doorman.asked.wait()
         doorman.gate.set()
         assert await asked(folder, do="list")
+
+
+CONTROLLER = """
+import asyncio, sys
+from pathlib import Path
+from areal.app.control import serve_control
+from areal.monitor.folder import RunFolder
+
+async def run():
+    async with serve_control(RunFolder(Path(sys.argv[1])), None):
+        print("serves", flush=True)
+        await asyncio.Event().wait()
+
+asyncio.run(run())
+"""
+
+
+async def test_the_next_controller_removes_what_one_that_was_killed_left(folder: RunFolder, tmp_path: Path) -> None:
+    (tmp_path / "next").mkdir()
+    command = (sys.executable, "-c", CONTROLLER, str(folder.path))
+    controller = await asyncio.create_subprocess_exec(*command, stdout=asyncio.subprocess.PIPE)
+    try:
+        assert controller.stdout is not None and await controller.stdout.readline()
+        left = Path(folder.control.read_text()).parent
+        async with serve_control(RunFolder(tmp_path / "next"), cast(Keeper, Doorman())):
+            assert left.exists(), "that controller lives"
+    finally:
+        controller.kill()
+        await controller.wait()
+    assert left.exists()
+    async with serve_control(folder, cast(Keeper, Doorman())):
+        assert not left.exists()
+        async with serve_control(RunFolder(tmp_path / "next"), cast(Keeper, Doorman())):
+            assert await asked(folder, do="list"), "a controller of the same process lives, too"
 
 
 def test_paths_of_any_length(tmp_path: Path) -> None:

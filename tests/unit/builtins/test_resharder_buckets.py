@@ -58,10 +58,12 @@ def tensors(draw: st.DrawFn) -> list[tuple[str, torch.Tensor]]:
 
 
 def roads(bucket_bytes: int, folder: str) -> list[Any]:
+    # A recipe may not ask for buckets this small, which cut the small tensors of these tests.
+    gloo = XcclOptions(shared_memory="never").model_copy(update={"bucket_bytes": bucket_bytes})
     return [
         DiskResharder(DiskOptions(max_file_bytes=bucket_bytes), folder),
         XcclResharder(XcclOptions(), ""),
-        XcclResharder(XcclOptions(shared_memory="never", bucket_bytes=bucket_bytes), ""),
+        XcclResharder(gloo, ""),
     ]
 
 

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from pydantic import ValidationError
 
 from areal.builtins.resharders import xccl
 from areal.builtins.resharders.group import group_device
@@ -91,6 +92,12 @@ def test_no_room_in_shared_memory_means_the_collective(monkeypatch: pytest.Monke
     assert make_plan(SOURCE, Layout(host="one", dtype="bfloat16")).details["road"] == "collective"
     whole_pages = -(-500 * 40 * 2 // PAGESIZE) * PAGESIZE
     assert asked == [2 * (3 * whole_pages + PAGESIZE)], "two segments, each with a page of counts"
+
+
+def test_buckets_of_a_few_bytes_are_refused() -> None:
+    assert XcclOptions(bucket_bytes=4096)
+    with pytest.raises(ValidationError, match=r"bucket_bytes\n.* greater than or equal to 4096"):
+        XcclOptions(bucket_bytes=4095)
 
 
 def test_every_plan_has_its_own_uid() -> None:

@@ -19,7 +19,7 @@ from areal.algorithms.grpo import Grpo
 from areal.algorithms.ppo import ValueLoss
 from areal.contracts.specs import ModelSpec, TrainerDevices, TrainingSpec
 from areal.contracts.transfer import Adapter
-from areal.errors import WorkerFailed
+from areal.errors import ConfigError, WorkerFailed
 from areal.testing.backend_fixtures import truth
 from areal_fsdp2.backend import Fsdp2Backend
 from areal_fsdp2.options import Fsdp2Options
@@ -115,6 +115,36 @@ def test_a_run_goes_on_from_a_checkpoint_on_more_ranks(
     assert sum(path.stat().st_size for path in (tmp_path / "trainer").iterdir()) < frozen
 
 
+@pytest.mark.parametrize(
+    "then, now, said",
+    [
+        (
+            LORA,
+            {**LORA, "rank": 8},
+            "q_proj.lora_A.weight of shape 4x128, which is 8x128 in the trainer of {model}, because the checkpoint has "
+            "LoRA of rank 4 and the trainer LoRA of rank 8; set backend.lora back to rank 4 as in",
+        ),
+        (
+            LORA,
+            None,
+            "has no tensor model.embed_tokens.weight, which the trainer of {model} has, because the checkpoint has "
+            "LoRA of rank 4 on down_proj, q_proj and the trainer no LoRA; set backend.lora back to rank 4 and "
+            "target_modules [down_proj, q_proj] as in",
+        ),
+        (None, LORA, "the checkpoint has no LoRA and the trainer LoRA of rank 4 on down_proj, q_proj; leave backend"),
+    ],
+)
+def test_changed_settings_are_named_on_resume(
+    two: Trainers, model_path: str, tmp_path: Path, then: Any, now: Any, said: str
+) -> None:
+    two.start(model_path, {"lora": then}).save(tmp_path)
+    with pytest.raises(ConfigError) as caught:
+        two.start(model_path, {"lora": now}).do("load", str(tmp_path))
+    assert str(caught.value).startswith(f"the checkpoint {str(tmp_path)!r} has ")
+    assert said.format(model=repr(model_path)) in str(caught.value)
+    assert str(caught.value).endswith("in the checkpoint, or start a new run") and "\n" not in str(caught.value)
+
+
 def test_a_critics_head_is_trained_too(two: Trainers, model_path: str, tmp_path: Path) -> None:
     critic = two.start(model_path, {"lora": LORA}, role="critic")
     rows = [replace(r, values=(0.0,) * len(r.token_ids), returns=r.advantages) for r in BATCHES[0].rows]
@@ -137,7 +167,7 @@ def test_a_target_that_the_model_has_not_is_refused(two: Trainers, model_path: s
 
 @pytest.mark.parametrize(
     "options, said",
-    [({"tp": 2}, "not with tp 2; use tp 1"), ({"tp": 2, "pp": 2}, "not with tp 2, pp 2; use tp 1, pp 1"), ({}, "")],
+    [({"tp": 2}, "not with tp 2; use tp 1"), ({"tp": 2, "pp": 2}, "not with tp 2, pp 2; use tp 1 and pp 1"), ({}, "")],
 )
 def test_meshes_that_lora_cannot_have_are_refused(options: dict[str, Any], said: str) -> None:
     devices = TrainerDevices(world_size=4, per_node=4)

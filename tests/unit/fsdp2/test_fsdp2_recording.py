@@ -9,14 +9,19 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from expert_ranks import moe_model
 from fsdp2_trainers import BATCHES, Trainer, Trainers, context_of
 
+from areal.builtins.resharders.group import SENDER_RANK, Group
+from areal.builtins.resharders.wire import Deadline
 from areal.contracts.transfer import Transfer
 from areal.errors import ConfigError
+from areal.testing.models import character_tokenizer
 from areal.testing.transfer import FOLDER_RESHARDER, FolderOptions, FolderResharder
 from areal_fsdp2.backend import Fsdp2Backend
 from areal_fsdp2.options import Fsdp2Options
-from areal_fsdp2.recording import Collective, OrderFile
+from areal_fsdp2.recording import Collective, OrderFile, collectives
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -50,17 +55,12 @@ def recorded(trainer: Trainer, path: Path) -> Recorded:
     ]
 
 
-ROOTED = ("gloo:gather", "gloo:scatter")
-"""Collectives of which one rank has all parts."""
-
-
-def in_groups(found: list[Collective]) -> dict[str, list[Any]]:
-    """Return what all ranks of a group must have alike, by group."""
-    groups: dict[str, list[Any]] = defaultdict(list)
+def in_groups(found: list[Collective]) -> dict[str, list[str]]:
+    """Return the lines that all ranks of a group must have alike, by group."""
+    groups: dict[str, list[str]] = defaultdict(list)
     for collective in found:
         if not collective.is_between_two:
-            sizes = () if collective.name in ROOTED else (collective.inputs, collective.outputs)
-            groups[collective.group].append((collective.number, collective.name, *sizes))
+            groups[collective.group].append(str(collective))
     return groups
 
 
@@ -93,6 +93,53 @@ def test_the_order_is_one(four: Trainers, model_path: str, tmp_path: Path, optio
     assert orders[0] == orders[1] == orders[2]
 
 
+@pytest.fixture(scope="module")
+def mixture_path(tmp_path_factory: pytest.TempPathFactory) -> str:
+    folder = tmp_path_factory.mktemp("mixture")
+    moe_model().save_pretrained(folder)
+    character_tokenizer().save_pretrained(folder)
+    return str(folder)
+
+
+@pytest.mark.parametrize("options", [{"tp": 2}, {"pp": 2}, {"ep": 2}], ids=str)
+def test_two_ranks_write_the_same_lines(
+    two: Trainers, model_path: str, mixture_path: str, tmp_path: Path, options: dict[str, Any]
+) -> None:
+    trainer = two.start(mixture_path if "ep" in options else model_path, options)
+    starts = [found[-1].place for found in trainer.each("recorded")]
+    trainer.steps(BATCHES[:2])
+    trainer.do("load", str(trainer.save(tmp_path)))
+    trainer.steps(BATCHES[2:3])
+    mine, theirs = (
+        in_groups([collective for collective in found if collective.place > start])
+        for start, found in zip(starts, trainer.each("recorded"), strict=True)
+    )
+    shared = mine.keys() & theirs.keys()
+    assert [mine[group] for group in shared] == [theirs[group] for group in shared]
+    names = {group.partition(":")[2] for group in (*mine, *theirs)}
+    assert "actor_checkpoints" in names
+    assert all(name in ("default_pg", "actor_checkpoints") or name.startswith("mesh_") for name in names)
+
+
+def test_what_differs_by_rank_is_in_no_line() -> None:
+    called = Collective(
+        place=0, group="g", name="gloo:gather", number=7, is_between_two=False, inputs=((3,),), outputs=(), thread=0
+    )
+    assert str(called) == "g 7 gloo:gather"
+    assert str(replace(called, name="nccl:all_to_all")) == "g 7 nccl:all_to_all"
+    assert str(replace(called, name="nccl:all_gather", outputs=((2, 3),))) == "g 7 nccl:all_gather 3 -> 2x3"
+    assert str(replace(called, name="nccl:send 0->1", is_between_two=True)) == "g p2p 7 nccl:send 0->1 3 -> -"
+
+
+def test_a_group_with_the_engines_has_a_name() -> None:
+    group = Group("gloo", "127.0.0.1", 0, SENDER_RANK, 1, Deadline(30.0))
+    group.join("127.0.0.1")
+    group.start(torch.zeros(3, dtype=torch.uint8))
+    group.wait()
+    assert collectives()[-1].group == f"weights_{group.port}"
+    group.drop()
+
+
 def test_what_fsdp_asks_for_is_seen(two: Trainers, model_path: str) -> None:
     trainer = two.start(model_path, micro_batch_tokens=10_000)
     starts = [found[-1].place for found in trainer.each("recorded")]
@@ -122,7 +169,13 @@ def test_a_file_for_each_rank_tells_it(model_path: str, tmp_path: Path) -> None:
     assert [thread.name for thread in threading.enumerate() if thread.name == "areal-record"] == []
 
 
-def test_a_folder_that_cannot_be_is_refused(tmp_path: Path) -> None:
+@pytest.mark.parametrize("name, reason", [("file", "it is a file"), ("file/folder", "Not a directory")])
+def test_a_folder_that_cannot_be_is_refused(tmp_path: Path, name: str, reason: str) -> None:
     (tmp_path / "file").touch()
-    with pytest.raises(ConfigError, match="record_collectives cannot write"):
-        OrderFile(tmp_path / "file" / "folder", "rank-0")
+    folder = tmp_path / name
+    with pytest.raises(ConfigError) as caught:
+        OrderFile(folder, "rank-0")
+    assert str(caught.value) == (
+        f"backend.record_collectives='{folder}' cannot be written to ({reason}); name a folder that every rank "
+        "can make and write to, or leave the option out"
+    )

@@ -96,7 +96,7 @@ class Fsdp2Backend:
             overlaps=self._options.overlap_update,
         )
         self._trained = Trained(model.module, self._optimizer.adams)
-        self._checkpoints = Checkpoints(context.training.step_timeout_s)
+        self._checkpoints = Checkpoints(context.role, context.training.step_timeout_s)
         self._tokenizer = load_tokenizer(folder)
         self._model = model
 

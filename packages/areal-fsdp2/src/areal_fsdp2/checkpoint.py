@@ -26,6 +26,7 @@ from areal_fsdp2 import boxes, export
 from areal_fsdp2.boxes import Kinds
 from areal_fsdp2.export import Staged
 from areal_fsdp2.growing import STATE_FILE, TorchCheckpoint
+from areal_fsdp2.mismatch import mismatch
 from areal_fsdp2.rollcall import POLL_S, RollCall
 from areal_fsdp2.shards import Part
 
@@ -66,10 +67,11 @@ class Saved(Protocol):
 class Checkpoints:
     """Invariant: one save at a time; what it writes is the state at the time of `save`."""
 
-    def __init__(self, timeout_s: float) -> None:
+    def __init__(self, role: str, timeout_s: float) -> None:
         """Make a process group; all ranks do, in the same order. `timeout_s`: longest wait for another rank."""
         self._timeout_s = timeout_s
-        self._group = cast(dist.ProcessGroup, dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s)))
+        limit, name = timedelta(seconds=timeout_s), f"{role}_checkpoints"
+        self._group = cast(dist.ProcessGroup, dist.new_group(backend="gloo", timeout=limit, group_desc=name))
         self._written: Future[None] | None = None
         self._num_saves = 0
         self._roll_call: RollCall
@@ -110,14 +112,16 @@ class Checkpoints:
 
         Raises on all ranks JournalError when it is not there or damaged, ConfigError when it is of another model.
         """
-        wanted = {f"weights/{part.name}": part.shape for part in weights}
+        wanted = {part.name: part.shape for part in weights}
         everybodys = {name: shape for told in self._gathered(wanted) for name, shape in told.items()}
 
         def opened() -> Saved:
             is_grown = not (path / FOLDER).is_dir() and (path / STATE_FILE).is_file()
             saved = TorchCheckpoint(path) if is_grown else _Own(path, self._group)
-            if {key: shape for key, shape in saved.shapes.items() if key.startswith("weights/")} != everybodys:
-                raise ConfigError(f"the checkpoint {str(path)!r} holds another model than {model!r}")
+            kind = "weights/"
+            held = {key.removeprefix(kind): shape for key, shape in saved.shapes.items() if key.startswith(kind)}
+            if problem := mismatch(held, everybodys, model):
+                raise ConfigError(f"the checkpoint {str(path)!r} {problem}")
             return saved
 
         return self._together(opened)

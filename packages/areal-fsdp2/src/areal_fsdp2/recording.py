@@ -15,12 +15,14 @@ from typing import Any
 
 import torch
 
-from areal.errors import ConfigError, first_line
+from areal.errors import ConfigError
 
 EVERY_S = 2.0
 """How often a file is written, if there is something new."""
 CLOSE_S = 10.0
 """How long `close` waits for the last writing."""
+UNEVEN = ("gather", "scatter", "all_to_all")
+"""Collectives of which each rank has sizes of its own: one has all parts, or each sends what it has."""
 
 Sizes = tuple[tuple[int, ...], ...]
 
@@ -43,7 +45,11 @@ class Collective:
     """Of the caller, as `threading.get_ident` says."""
 
     def __str__(self) -> str:
-        return f"{self.group} {self.number} {self.name} {_written(self.inputs)} -> {_written(self.outputs)}"
+        """Return what all ranks of the group have alike, unless it is between two of them."""
+        called = f"{self.group} {'p2p ' if self.is_between_two else ''}{self.number} {self.name}"
+        if self.name.rpartition(":")[2] in UNEVEN:
+            return called
+        return f"{called} {_written(self.inputs)} -> {_written(self.outputs)}"
 
 
 def collectives() -> list[Collective]:
@@ -70,7 +76,11 @@ class OrderFile:
             folder.mkdir(parents=True, exist_ok=True)
             self._write()
         except OSError as error:
-            raise ConfigError(f"record_collectives cannot write {str(self._path)!r}: {first_line(error)}") from error
+            reason = "it is a file" if folder.is_file() else error.strerror
+            raise ConfigError(
+                f"backend.record_collectives={str(folder)!r} cannot be written to ({reason}); name a folder that every "
+                "rank can make and write to, or leave the option out"
+            ) from error
         self._thread = threading.Thread(target=self._run, name="areal-record", daemon=True)
         self._thread.start()
 
@@ -99,7 +109,7 @@ class OrderFile:
 def _collective(entry: dict[str, Any]) -> Collective:
     return Collective(
         place=entry["record_id"],
-        group=":".join(entry["process_group"]),
+        group=":".join(filter(None, entry["process_group"])),
         name=entry["profiling_name"],
         number=entry["p2p_seq_id" if entry["is_p2p"] else "collective_seq_id"],
         is_between_two=entry["is_p2p"],

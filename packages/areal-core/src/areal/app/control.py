@@ -6,12 +6,14 @@ One connection, one line of JSON each way:  {"do": "add", "kind": "engine"}  -> 
 from __future__ import annotations
 
 import asyncio
+import fcntl
 import json
+import os
 import shutil
 import socket
 import tempfile
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, contextmanager, suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -24,6 +26,8 @@ SAY_HELLO_S = 10.0
 """For a caller to say what it wants; the controller's loop answers within its lag."""
 LIST_S = 30.0
 """Engines are asked how busy they are, which has a deadline of its own."""
+PREFIX, SOCKET = "areal-control-", "control"
+"""Names of the socket and of the folder that only it is in, among temporary files."""
 ANSWER_S = 900.0
 """An engine's start may load a large model; a rollout worker that leaves finishes its episodes."""
 
@@ -34,7 +38,6 @@ async def serve_control(folder: RunFolder, keeper: Keeper) -> AsyncIterator[None
 
     The socket lies elsewhere because paths of sockets may have no more than about 100 characters.
     """
-    home = Path(tempfile.mkdtemp(prefix="areal-"))
 
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         try:
@@ -45,14 +48,43 @@ async def serve_control(folder: RunFolder, keeper: Keeper) -> AsyncIterator[None
         finally:
             writer.close()
 
-    server = await asyncio.start_unix_server(serve, str(home / "control"))
+    _sweep()
+    with _home() as home:
+        server = await asyncio.start_unix_server(serve, str(home / SOCKET))
+        try:
+            folder.control.write_text(str(home / SOCKET), encoding="utf-8")
+            yield
+        finally:
+            folder.control.unlink(missing_ok=True)
+            server.close()
+
+
+@contextmanager
+def _home() -> Iterator[Path]:
+    """Make a folder for the socket, locked as long as this process lives: the kernel lets go when it is killed."""
+    home = Path(tempfile.mkdtemp(prefix=PREFIX))
+    handle = os.open(home, os.O_RDONLY)
     try:
-        folder.control.write_text(str(home / "control"), encoding="utf-8")
-        yield
+        with suppress(OSError):  # a file system without locks; there nobody sweeps either
+            fcntl.flock(handle, fcntl.LOCK_EX)
+        yield home
     finally:
-        folder.control.unlink(missing_ok=True)
-        server.close()
         shutil.rmtree(home, ignore_errors=True)
+        os.close(handle)
+
+
+def _sweep() -> None:
+    """Remove the folders of controllers that are dead."""
+    for home in Path(tempfile.gettempdir()).glob(f"{PREFIX}*"):
+        with suppress(OSError):  # another user's, or locked: its controller lives
+            handle = os.open(home, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+            try:
+                fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                # Without a socket it is one that is just being made: the lock comes first.
+                os.unlink(SOCKET, dir_fd=handle)
+                home.rmdir()
+            finally:
+                os.close(handle)
 
 
 async def _answer(reader: asyncio.StreamReader, keeper: Keeper) -> dict[str, Any]:

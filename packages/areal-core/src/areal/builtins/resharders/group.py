@@ -133,6 +133,7 @@ def _make_gloo(store: Any, rank: int, size: int, timeout: timedelta, address: st
     options = c10d.ProcessGroupGloo._Options()
     options._devices = [c10d.ProcessGroupGloo.create_device(hostname=address)]
     options._timeout = timeout
+    options.group_name = _name(store)
     return c10d.ProcessGroupGloo(store, rank, size, options)
 
 
@@ -140,6 +141,7 @@ def _make_nccl(store: Any, rank: int, size: int, timeout: timedelta, address: st
     """Not tested: no test machine has a GPU."""
     options = c10d.ProcessGroupNCCL.Options()
     options._timeout = timeout
+    options.group_name = _name(store)
     return c10d.ProcessGroupNCCL(store, rank, size, options)
 
 
@@ -148,6 +150,11 @@ def _make_registered(plugin: Any, store: Any, rank: int, size: int, timeout: tim
         return plugin.creator_fn(store, rank, size, timeout)
     described = c10d.distributed_c10d._DistributedBackendOptions()
     described.store, described.group_rank, described.group_size = store, rank, size
-    described.timeout, described.group_id = timeout, f"areal-weights-{id(store)}"
+    described.timeout, described.group_id = timeout, _name(store)
     described.global_ranks_in_group = list(range(size))
     return plugin.creator_fn(described, None)
+
+
+def _name(store: Any) -> str:
+    """Return what all members call the group, for records of collectives."""
+    return f"weights_{store.port}"

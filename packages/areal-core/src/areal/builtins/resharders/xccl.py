@@ -28,8 +28,8 @@ class XcclOptions(Options):
     shared_memory: Literal["auto", "never"] = "auto"
     """``auto``: when all members are on one host, hold their weights in host memory, and there is room for two
     copies of the weights in ``/dev/shm``."""
-    bucket_bytes: int = Field(default=16 * 2**20, ge=1)
-    """Bytes of one broadcast."""
+    bucket_bytes: int = Field(default=16 * 2**20, ge=4096)
+    """Bytes of one broadcast, at least a page: with a few bytes each, a model would be under way for days."""
     delta: Mode = "auto"
     """Whether the collective sends only the 16-bit words that changed since the last version: ``auto`` where that takes
     less time by the senders' own clocks (asked for gloo only), ``never``, or ``always``. Unless ``never``, each side
