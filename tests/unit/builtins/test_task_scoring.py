@@ -6,6 +6,7 @@ import asyncio
 import gc
 import os
 import signal
+import subprocess
 import sys
 import time
 from pathlib import Path
@@ -127,3 +128,23 @@ async def test_output_and_temporary_files_disturb_nobody(scorers: str, tmp_path:
     gc.collect()
     assert not alive(pid)
     assert not temporary_files(tmp_path)
+
+
+def test_nothing_is_left_of_a_killed_parent(scorers: str, tmp_path: Path):
+    files = tmp_path / "temporary"
+    files.mkdir()
+    program = f"""
+import asyncio, os
+from areal.builtins.tasks.scoring import Scorer
+scorer = Scorer("{scorers}:writes", 20)
+asyncio.run(scorer.score(text=""))
+print(scorer.pid, len(os.listdir("{files}")), flush=True)
+os.kill(os.getpid(), 9)
+"""
+    environment = {**os.environ, "TMPDIR": str(files)}
+    ended = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True, timeout=60)
+    assert (ended.returncode, ended.stdout.split()[1]) == (-9, "1"), ended.stderr
+    end = time.monotonic() + 20
+    while list(files.iterdir()) and time.monotonic() < end:
+        time.sleep(0.05)
+    assert list(files.iterdir()) == []

@@ -139,6 +139,7 @@ def serve(descriptor: int, function: str, timeout_s: float, folder: str) -> None
             faulthandler.dump_traceback_later(timeout_s + ORPHAN_GRACE_S, exit=True)
             connection.send_bytes(json.dumps(_answer(score, arguments)).encode())
             faulthandler.cancel_dump_traceback_later()
+    shutil.rmtree(folder, ignore_errors=True)  # a parent that was killed cannot
 
 
 def _answer(score: Callable[..., dict[str, float]], arguments: dict[str, Any]) -> dict[str, Any]:
