@@ -11,7 +11,8 @@ checksums are compared after each turn, outside the clock; `engine_checksum_s` s
 Two baselines have no code of AReaL's and no checksums: gathering each parameter whole (DTensor.full_tensor) and saving
 on rank 0, and each rank saving its own shards, both with safetensors and fsync, loaded and copied by the engine.
 `memcpy` is one thread copying as many bytes from warm memory to warm memory, `bare copies` the same copies as those of
-shared memory by the same processes, without anything that makes them a road (measuring/bare_copies.py).
+shared memory by the same processes, without anything that makes them a road (measuring/bare_copies.py). An engine that
+adopts what arrives (`adopted`, as the engine ``transformers`` does) makes no copy of its own.
 
 The roads take turns of `--repeats` updates, `--rounds` times. The first two updates of a turn are cold (memory touched
 for the first time, which is two segments with shared memory; groups made; for deltas the whole model) and do not count;
@@ -48,6 +49,7 @@ NUM_RANKS = 2
 NUM_COLD = 2
 GATHERED, OWN = "disk, gathered whole on rank 0", "disk, each rank its own shards"
 SHARED_MEMORY, BARE = "xccl, shared memory", "bare copies in shared memory"
+ADOPTED = f"{SHARED_MEMORY}, adopted"
 
 
 @dataclass
@@ -59,6 +61,8 @@ class Road:
     """The resharder, given a folder; None: a baseline without one."""
     share: float = 0.004
     """Of the weights that change between two updates."""
+    adopts: bool = False
+    """Whether the engine takes what arrives for its parameters, in place of copying it into them."""
     cold_s: list[float] = field(default_factory=list)
     arrived_s: list[float] = field(default_factory=list)
     free_s: list[float] = field(default_factory=list)
@@ -80,6 +84,7 @@ def make_roads() -> list[Road]:
         Road("xccl, gloo, delta of 3 %", xccl(shared_memory="never", delta="always"), share=0.03),
         Road("xccl, gloo, auto, 0.4 %", xccl(shared_memory="never", delta="auto")),
         Road(SHARED_MEMORY, xccl()),
+        Road(ADOPTED, xccl(), adopts=True),
         Road(BARE, lambda _: BareResharder()),
     ]
 
@@ -112,13 +117,13 @@ class Bench:
             self._version += 1
             self.ranks.call("change", road.share, self._version, deadline_s=DEADLINE_S)
             checksums = self._update(road, number)
-        if road.make is not None:
-            for side in (self.engine, self.ranks):
-                side.call("close")
         if not checksums:
             checksums = _joined(self.ranks.call("checksums", plan, deadline_s=DEADLINE_S))
         [(found, seconds)] = self.engine.call("checksums", plan, deadline_s=DEADLINE_S)
         self.engine_checksum_s.append(seconds)
+        if road.make is not None:
+            for side in (self.engine, self.ranks):
+                side.call("close")
         if found != checksums:
             raise SystemExit(f"version {self._version} arrived damaged on the road {road.name!r}")
 
@@ -132,7 +137,7 @@ class Bench:
             arriving = self._pool.submit(self.engine.call, "load_own", path, NUM_RANKS, deadline_s=DEADLINE_S)
             free = self.ranks.call("save_own", path, deadline_s=DEADLINE_S)
         else:
-            arriving = self._pool.submit(self.engine.call, "receive", self._version, deadline_s=DEADLINE_S)
+            arriving = self._pool.submit(self.engine.call, "receive", self._version, road.adopts, deadline_s=DEADLINE_S)
             receipts = self.ranks.call("send", self._version, deadline_s=DEADLINE_S)
             free = [spent for spent, _, _ in receipts]
         [(arrived, engine_cpu_s)] = arriving.result()

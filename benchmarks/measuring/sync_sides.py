@@ -17,6 +17,7 @@ from safetensors.torch import load_file, save_file
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
+from areal.contracts.resharder import Lasting
 from areal.contracts.transfer import Plan, checksum, piece_name, pieces_of
 from measuring.sync_models import SIZES, rows_of
 
@@ -103,27 +104,37 @@ class Rank:
 
 
 class Engine:
-    """The receiving end: bfloat16 parameters in warm memory. Invariant: an update ends when all of them are new."""
+    """The receiving end: bfloat16 parameters. Invariant: an update ends when all of them are new.
+
+    They are copied into warm memory, as by an engine that packs them, or adopted, as by the engine ``transformers``.
+    """
 
     def __init__(self, size: str) -> None:
         torch.set_num_threads(1)
         self._specs = {spec.name: spec for spec in SIZES[size].specs()}
         self._parameters = {name: torch.ones(spec.shape, dtype=torch.bfloat16) for name, spec in self._specs.items()}
+        self._adopted: dict[str, torch.Tensor] = {}
         self._receiver: Any = None
 
     def open(self, resharder: Any, plan: Plan) -> None:
         self._receiver = resharder.receiver(plan, 0)
 
-    def receive(self, version: int) -> Spent:
-        """Copy what arrives into the parameters; return when the last one was new."""
+    def receive(self, version: int, adopts: bool) -> Spent:
+        """Copy what arrives into the parameters, or adopt it; return when the last one was new."""
         began = time.process_time()
-        for name, tensor in self._receiver.receive(version, DEADLINE_S):
-            self._parameters[name].copy_(tensor)
+        arriving = self._receiver.receive(version, DEADLINE_S)
+        if adopts:
+            assert isinstance(self._receiver, Lasting)
+            self._adopted = dict(arriving)
+        else:
+            for name, tensor in arriving:
+                self._parameters[name].copy_(tensor)
         return _spent(began)
 
     def close(self) -> None:
         self._receiver.close()
         self._receiver = None
+        self._adopted = {}
 
     def load_gathered(self, path: str) -> Spent:
         """Wait for the file of `Rank.save_gathered`, load it and copy it into the parameters."""
@@ -144,11 +155,12 @@ class Engine:
     def checksums(self, plan: Plan) -> tuple[dict[str, int], float]:
         """Return the CRC-32 of each piece as the parameters have it, and the seconds that took."""
         began = time.perf_counter()
+        parameters = self._adopted or self._parameters
         found: dict[str, int] = {}
         for rank in range(plan.source.num_ranks):
             for piece in pieces_of(plan.source, rank):
                 spec = plan.source.tensors[piece.tensor]
-                found[piece_name(spec, piece)] = checksum(self._parameters[spec.name][piece.box])
+                found[piece_name(spec, piece)] = checksum(parameters[spec.name][piece.box])
         return found, time.perf_counter() - began
 
     def memcpy(self, repeats: int) -> list[tuple[float, float]]:

@@ -10,8 +10,10 @@ from typing import Any, TypeVar
 
 import pytest
 import torch
+from torch import nn
 
 from areal.builtins.transformers_engine.engine import TransformersEngine
+from areal.builtins.transformers_engine.model import commit
 from areal.builtins.transformers_engine.options import TransformersEngineOptions
 from areal.contracts.engine import ReportsLoad
 from areal.contracts.messages import Completion, GenerateRequest, Sampling
@@ -264,3 +266,17 @@ def test_an_urgent_request_passes_those_that_have_not_begun(model_path: str) -> 
 
     run(engine, work)
     assert ended.index("urgent") <= 1 and [name for name in ended if name != "urgent"] == ["0", "1", "2", "3"]
+
+
+def test_a_commit_copies_into_views_only() -> None:
+    embedding, head = nn.Embedding(3, 2), nn.Linear(2, 3, bias=False)
+    head.weight = embedding.weight
+    stacked = torch.zeros(2, 2)
+    parameters = {"embedding": embedding.weight, "head": head.weight, "experts.1": stacked[1]}
+    staged = {"head": torch.full((3, 2), 4.0), "experts.1": torch.ones(2)}
+    held = head.weight
+    commit(parameters, staged)
+    assert held is head.weight is embedding.weight and isinstance(held, nn.Parameter)
+    assert held.data_ptr() == staged["head"].data_ptr()
+    assert embedding(torch.tensor([2])).tolist() == [[4.0, 4.0]]
+    assert stacked.tolist() == [[0.0, 0.0], [1.0, 1.0]] and stacked.data_ptr() != staged["experts.1"].data_ptr()

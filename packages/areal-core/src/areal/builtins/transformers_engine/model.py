@@ -127,7 +127,14 @@ class CausalModel:
 
 
 def commit(parameters: Mapping[str, Tensor], staged: Mapping[str, Tensor]) -> None:
-    """Copy staged tensors into the parameters in place, so that whoever holds a parameter sees the new weights."""
+    """Make the staged tensors the parameters' own; only what is a view of a parameter is copied into.
+
+    Parameters stay the same objects, so that whoever holds one sees the new weights.
+    """
     with torch.no_grad():
         for name, tensor in staged.items():
-            parameters[name].copy_(tensor)
+            parameter = parameters[name]
+            if isinstance(parameter, nn.Parameter):
+                parameter.data = tensor
+            else:
+                parameter.copy_(tensor)
