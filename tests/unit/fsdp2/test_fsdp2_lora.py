@@ -131,6 +131,11 @@ def test_a_run_goes_on_from_a_checkpoint_on_more_ranks(
             "LoRA of rank 4 on down_proj, q_proj and the trainer no LoRA; set backend.lora back to rank 4 and "
             "target_modules [down_proj, q_proj] as in",
         ),
+        (
+            LORA,
+            {**LORA, "alpha": 8},
+            "has LoRA factors for alpha 16 and the trainer's is 8; set backend.lora back to alpha",
+        ),
         (None, LORA, "the checkpoint has no LoRA and the trainer LoRA of rank 4 on down_proj, q_proj; leave backend"),
     ],
 )

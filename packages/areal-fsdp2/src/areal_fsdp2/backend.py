@@ -27,6 +27,7 @@ from areal_fsdp2.checkpoint import Checkpoints, Export
 from areal_fsdp2.export import describe, stage
 from areal_fsdp2.lora import Adapters
 from areal_fsdp2.mesh import Mesh, leave
+from areal_fsdp2.mismatch import other_alpha
 from areal_fsdp2.model import PackedModel, make_model
 from areal_fsdp2.optimizer import Optimizer
 from areal_fsdp2.options import Fsdp2Options
@@ -185,6 +186,8 @@ class Fsdp2Backend:
             "steps": self._trained.steps(),
             "random": random_state(self._mesh.device),
         }
+        if self._options.lora is not None:
+            rest["lora_alpha"] = self._options.lora.alpha  # what the factors are worth, which no shape tells
         assert self._checkpoints is not None
         self._checkpoints.save(Path(path), self._kinds(), rest, self._exports(model))
 
@@ -204,6 +207,9 @@ class Fsdp2Backend:
         parts = self._trained.parts
         assert self._checkpoints is not None
         saved = self._checkpoints.open(Path(path), parts, self._context.model.path)
+        own = self._options.lora
+        if own is not None and (problem := other_alpha(saved.rest.get("lora_alpha", own.alpha), own.alpha)):
+            raise ConfigError(f"the checkpoint {path!r} {problem}")
         self._trained.restart(saved.rest["steps"])
         self._reference = None
         if any(key.startswith("reference/") for key in saved.shapes):

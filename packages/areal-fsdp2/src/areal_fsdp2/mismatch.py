@@ -42,6 +42,16 @@ def mismatch(saved: Shapes, own: Shapes, model: str) -> str:
     )
 
 
+def other_alpha(saved: float, own: float) -> str:
+    """Say that a checkpoint's factors count for another alpha; empty: they do not."""
+    if saved == own:
+        return ""
+    return (
+        f"has LoRA factors for alpha {saved:g} and the trainer's is {own:g}; set backend.lora back to alpha {saved:g} "
+        "as in the checkpoint, or start a new run"
+    )
+
+
 def _problem(name: str, saved: Sequence[int] | None, own: Sequence[int] | None, trainer: str) -> str:
     if saved is None:
         return f"has no tensor {name}, which {trainer} has"
