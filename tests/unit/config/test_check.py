@@ -135,6 +135,12 @@ def test_a_model_that_cannot_be_read_is_left_to_who_loads_it(write, tmp_path, th
         assert load_recipe(str(path)).model.num_experts == 4
 
 
+def test_without_a_path_no_configuration_counts(write, tmp_path, monkeypatch):
+    (tmp_path / "config.json").write_text(json.dumps(DENSE), encoding="utf-8")
+    monkeypatch.chdir(tmp_path)
+    load_recipe(str(write("model: {type: moe, num_experts: 4, top_k: 2}")))
+
+
 def test_a_model_with_as_many_experts_loads(write, tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(EXPERTS), encoding="utf-8")
     for asked in ("type: moe", "type: moe, num_experts: 4, top_k: 2", "type: dense"):

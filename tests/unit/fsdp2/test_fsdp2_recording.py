@@ -10,14 +10,12 @@ from typing import Any
 
 import pytest
 import torch
-from expert_ranks import moe_model
 from fsdp2_trainers import BATCHES, Trainer, Trainers, context_of
 
 from areal.builtins.resharders.group import SENDER_RANK, Group
 from areal.builtins.resharders.wire import Deadline
 from areal.contracts.transfer import Transfer
 from areal.errors import ConfigError
-from areal.testing.models import character_tokenizer
 from areal.testing.transfer import FOLDER_RESHARDER, FolderOptions, FolderResharder
 from areal_fsdp2.backend import Fsdp2Backend
 from areal_fsdp2.options import Fsdp2Options
@@ -93,19 +91,11 @@ def test_the_order_is_one(four: Trainers, model_path: str, tmp_path: Path, optio
     assert orders[0] == orders[1] == orders[2]
 
 
-@pytest.fixture(scope="module")
-def mixture_path(tmp_path_factory: pytest.TempPathFactory) -> str:
-    folder = tmp_path_factory.mktemp("mixture")
-    moe_model().save_pretrained(folder)
-    character_tokenizer().save_pretrained(folder)
-    return str(folder)
-
-
 @pytest.mark.parametrize("options", [{"tp": 2}, {"pp": 2}, {"ep": 2}], ids=str)
 def test_two_ranks_write_the_same_lines(
-    two: Trainers, model_path: str, mixture_path: str, tmp_path: Path, options: dict[str, Any]
+    two: Trainers, model_path: str, moe_path: str, tmp_path: Path, options: dict[str, Any]
 ) -> None:
-    trainer = two.start(mixture_path if "ep" in options else model_path, options)
+    trainer = two.start(moe_path if "ep" in options else model_path, options)
     starts = [found[-1].place for found in trainer.each("recorded")]
     trainer.steps(BATCHES[:2])
     trainer.do("load", str(trainer.save(tmp_path)))

@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from expert_ranks import moe_model
 from safetensors.torch import load_file
 
 from areal.algorithms.grpo import Grpo
@@ -17,7 +16,7 @@ from areal.contracts.backend import Backend
 from areal.contracts.specs import BackendContext, ModelSpec, TrainerDevices, TrainingSpec
 from areal.testing.backend_fixtures import HostCpu, batch_of, sample_rows
 from areal.testing.backend_ranks import RankedBackends
-from areal.testing.models import character_tokenizer, tiny_model
+from areal.testing.models import tiny_model
 from areal_fsdp2.backend import Fsdp2Backend
 from areal_fsdp2.hooks import areal_backends
 from areal_fsdp2.options import Fsdp2Options
@@ -49,14 +48,12 @@ def context_of(path: str, **training: Any) -> BackendContext:
 
 
 @pytest.fixture(scope="module")
-def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+def models(moe_path: str, tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     """Return folders of tiny models by name."""
     folder = tmp_path_factory.mktemp("models")
-    moe_model().save_pretrained(folder / "moe")
-    character_tokenizer().save_pretrained(folder / "moe")
     tiny_model(folder / "tied", layers=3, vocab=64)
     tiny_model(folder / "untied", layers=4, vocab=64, tied=False)
-    return {name: str(folder / name) for name in ("moe", "tied", "untied")}
+    return {"moe": moe_path, **{name: str(folder / name) for name in ("tied", "untied")}}
 
 
 @pytest.fixture(scope="module")

@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 import torch
-from expert_ranks import moe_model
 from fsdp2_trainers import BATCHES, Trainer, Trainers, context_of
 
 from areal.algorithms.grpo import Grpo
@@ -20,7 +19,6 @@ from areal.contracts.messages import Batch
 from areal.contracts.specs import AmpSpec
 from areal.contracts.transfer import Transfer
 from areal.errors import WorkerFailed
-from areal.testing.models import character_tokenizer
 from areal.testing.transfer import FOLDER_RESHARDER, FolderOptions, FolderResharder
 from areal_fsdp2.backend import Fsdp2Backend
 from areal_fsdp2.options import Fsdp2Options
@@ -111,14 +109,6 @@ def test_not_a_bit_differs(start: Start, options: dict[str, Any], training: dict
     assert repr([beside.train_step(batch, loss) for batch in batches]) == repr(steps)  # with NaN
     assert beside.logprobs(BATCHES[4]) == within.logprobs(BATCHES[4])
     assert_same(everything(beside), everything(within))
-
-
-@pytest.fixture(scope="module")
-def moe_path(tmp_path_factory: pytest.TempPathFactory) -> str:
-    folder = tmp_path_factory.mktemp("moe")
-    moe_model().save_pretrained(folder)
-    character_tokenizer().save_pretrained(folder)
-    return str(folder)
 
 
 @pytest.mark.parametrize("options", [{}, {"tp": 2}, {"sp": 2}, {"pp": 2}, {"ep": 2}], ids=str)

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import product
 from math import gcd, log
-from pathlib import Path
-from typing import Any
 
+from areal.contracts.hf_config import NUM_EXPERTS, hf_config, size_of
 from areal.contracts.specs import ModelSpec, TrainerDevices
 from areal_fsdp2.dimensions import Dimensions
 
@@ -44,16 +42,10 @@ def shape_of(model: ModelSpec) -> Shape | None:
     if not model.path:
         is_moe = model.type == "moe"
         return replace(TINY, type="qwen3_moe", experts=model.num_experts) if is_moe else TINY
-    try:
-        config: Any = json.loads((Path(model.path) / "config.json").read_text(encoding="utf-8"))
-        config |= config.get("text_config") or {}
-    except (OSError, ValueError, TypeError, AttributeError):  # loading it says what is wrong
+    config = hf_config(model.path)
+    if config is None:
         return None
-
-    def size(*names: str) -> int:
-        # Some families have a list, a number for each layer.
-        return next((config[name] for name in names if isinstance(config.get(name), int) and config[name]), 0)
-
+    size = partial(size_of, config)
     heads = size("num_attention_heads", "n_head")
     return Shape(
         type=str(config.get("model_type", "")),
@@ -62,7 +54,7 @@ def shape_of(model: ModelSpec) -> Shape | None:
         kv_heads=size("num_key_value_heads") or heads,
         vocab=size("vocab_size"),
         intermediate=size("intermediate_size", "n_inner"),
-        experts=size("num_experts", "num_local_experts", "n_routed_experts"),
+        experts=size(*NUM_EXPERTS),
     )
 
 
@@ -179,7 +171,8 @@ def _nearest_mesh(wanted: Dimensions, world: int, fits: Fitting) -> str:
         return {name: abs(log(new / old)) for name, (new, old) in pairs.items() if new != old}
 
     def distance(mesh: Dimensions) -> tuple[int, float]:
-        return len(changes(mesh)), sum(changes(mesh).values())
+        factors = changes(mesh).values()
+        return len(factors), sum(factors)
 
     nearest = min(filter(fits, _meshes(wanted, world)), key=distance)
     return " and ".join(f"{name} {getattr(nearest, name)}" for name in changes(nearest))

@@ -10,6 +10,7 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
+from areal.contracts.hf_config import hf_config
 from areal.errors import WorkerFailed
 
 _NO_PARAMETERS = ("rotary_emb.inv_freq", ".attn.bias", ".attn.masked_bias")
@@ -51,7 +52,7 @@ def held_tensors(folder: str, dtype: str) -> dict[str, Tensor]:
         raise WorkerFailed(f"cannot read the weights in {folder!r} ({error}); give a Hugging Face folder") from error
     if not held:
         raise WorkerFailed(f"{folder!r} holds no safetensors file; weight updates need one to know what belongs to it")
-    if _config(folder).get("tie_word_embeddings"):
+    if (hf_config(folder) or {}).get("tie_word_embeddings"):
         embedding = next((name for name in held if name.endswith("embed_tokens.weight")), None)
         if embedding is not None:
             held["lm_head.weight"] = held[embedding]
@@ -60,9 +61,9 @@ def held_tensors(folder: str, dtype: str) -> dict[str, Tensor]:
 
 def stop_ids(folder: str) -> frozenset[int]:
     """Return the ids that always end a completion: the generation config's EOS, or else the tokenizer's."""
-    eos = _json(folder, "generation_config.json").get("eos_token_id")
+    eos = _generation_config(folder).get("eos_token_id")
     if eos is None:
-        eos = _config(folder).get("eos_token_id")
+        eos = (hf_config(folder) or {}).get("eos_token_id")
     if eos is None and Path(folder, "tokenizer_config.json").exists():
         from transformers import AutoTokenizer
 
@@ -75,13 +76,8 @@ def stop_ids(folder: str) -> frozenset[int]:
     return frozenset(eos) if isinstance(eos, list) else frozenset([eos])
 
 
-def _config(folder: str) -> dict[str, Any]:
-    config = _json(folder, "config.json")
-    return {**config, **config.get("text_config", {})}
-
-
-def _json(folder: str, name: str) -> dict[str, Any]:
+def _generation_config(folder: str) -> dict[str, Any]:
     try:
-        return json.loads(Path(folder, name).read_text(encoding="utf-8"))
+        return json.loads(Path(folder, "generation_config.json").read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return {}

@@ -2,23 +2,17 @@
 
 from __future__ import annotations
 
-import json
 from collections import Counter
-from collections.abc import Iterator
-from pathlib import Path
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from areal.config.schema import AUTO, DeviceGroup, RunConfig
+from areal.contracts.hf_config import EXPERTS_OF_A_TOKEN, NUM_EXPERTS, hf_config, size_of
+from areal.contracts.specs import ModelSpec
 from areal.errors import did_you_mean
 
 Problem = tuple[tuple[str | int, ...], str]
 """Path of the value to change, and one sentence that says why and to what."""
-
-EXPERT_KEYS = {
-    "num_experts": ("num_experts", "num_local_experts", "n_routed_experts"),
-    "top_k": ("num_experts_per_tok", "num_experts_per_token", "moe_topk"),
-}
-"""Experts of each layer and of each token, in the words of transformers' configurations."""
 
 
 def problems(config: RunConfig) -> Iterator[Problem]:
@@ -74,33 +68,25 @@ def _model(config: RunConfig) -> Iterator[Problem]:
             ("model", "type"),
             "'model.type' moe without a 'model.path' needs 'model.num_experts' and 'model.top_k', for example 4 and 2",
         )
-    there = _experts_in(model.path)
-    if there == {}:
+    if model.path and (said := hf_config(model.path)) is not None:
+        yield from _experts(model, said)
+
+
+def _experts(model: ModelSpec, said: Mapping[str, Any]) -> Iterator[Problem]:
+    """Yield what of a mixture of experts is not what the model's configuration says; 0: it does not say."""
+    there = {"num_experts": size_of(said, *NUM_EXPERTS), "top_k": size_of(said, *EXPERTS_OF_A_TOKEN)}
+    if not any(there.values()):
         yield (
             ("model", "type"),
             f"'model.type' is moe and the model in {model.path!r} has no experts; set 'model.type': dense, or take "
             "another 'model.path'",
         )
-    for key, size in (there or {}).items():
-        if (given := getattr(model, key)) not in (0, size):
+    for key, size in there.items():
+        if size and (given := getattr(model, key)) not in (0, size):
             yield (
                 ("model", key),
                 f"'model.{key}' is {given} and the model in {model.path!r} has {size}; nearest: {size}",
             )
-
-
-def _experts_in(folder: str) -> dict[str, int] | None:
-    """Return what a folder's config.json says of experts, by our names; None where there is none to be read."""
-    try:
-        said: Any = json.loads((Path(folder) / "config.json").read_text(encoding="utf-8"))
-        said |= said.get("text_config") or {}
-    except (OSError, ValueError, TypeError, AttributeError):  # whoever loads it says what is wrong
-        return None
-    found = {
-        ours: next((said[name] for name in names if isinstance(said.get(name), int)), 0)
-        for ours, names in EXPERT_KEYS.items()
-    }
-    return {key: size for key, size in found.items() if size}
 
 
 def _devices(config: RunConfig) -> Iterator[Problem]:

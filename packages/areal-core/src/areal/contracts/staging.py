@@ -111,7 +111,7 @@ class Staging:
         owners: dict[int, str] = {}
         receiver = self._receiver_of(transfer)
         boxes = _Boxes(transfer.plan.source)
-        copies = not isinstance(receiver, Lasting)  # else the receiver may use its memory again
+        copies = not isinstance(receiver, Lasting)  # who does not say so may use its memory again
         arriving = receiver.receive(transfer.version, end - time.monotonic())
         self._go_on_with(attempt, transfer.version, end)  # from here on `drop` can interrupt it
         for name, tensor in arriving:

@@ -22,6 +22,7 @@ SPECIAL_TOKENS = ("<pad>", "<bos>", "<eos>", "<unk>")
 PAD, BOS, EOS, UNKNOWN = range(4)
 """Token ids of the special tokens."""
 WIDTH = 288
+"""Of a dense layer's MLP."""
 CHARACTERS = string.digits + string.ascii_letters + string.punctuation + " \n"
 
 
